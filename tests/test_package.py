@@ -15,6 +15,10 @@ ORDER = [
     "checkpoint", "observe", "run", "engine", "train", "evaluate", "generate", "report", "measure", "bench", "plan",
     "preflight",
 ]  # fmt: skip
+TAKE_CONFIG = {
+    "parallel/build.build_stages", "parallel/build.state_plan", "parallel/distribution.of", "checkpoint/saver.__init__",
+    "checkpoint/saving.save", "checkpoint/upcycling.starting_model",
+}  # fmt: skip
 LOOSE = {"__init__.py", "plugins.py", "train.py", "evaluate.py", "generate.py"}  # all other modules are in a folder
 
 
@@ -44,6 +48,20 @@ def test_imports_go_one_way():
             continue
         for there in imported_packages(path) - {here, "__version__"}:
             assert ORDER.index(there) < ORDER.index(here), f"{path.relative_to(ROOT)} imports {there}, a package below"
+
+
+def takes_config(function: ast.FunctionDef) -> bool:
+    return any(arg.annotation is not None and ast.unparse(arg.annotation) == "Config" for arg in function.args.args)
+
+
+def test_parts_of_a_stage_do_not_see_the_whole_configuration():
+    """They get sections of it, or records that the functions in `TAKE_CONFIG` make from it."""
+    found = set()
+    for folder in ("program", "parallel", "checkpoint"):
+        for path in (ROOT / folder).rglob("*.py"):
+            functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+            found |= {f"{folder}/{path.stem}.{f.name}" for f in functions if takes_config(f)}
+    assert found == TAKE_CONFIG
 
 
 def modules() -> dict[str, Path]:

@@ -25,7 +25,7 @@ from ndtrain.config import Config, ConfigError, ModelConfig
 from ndtrain.data import Batch
 from ndtrain.measure.rounds import Repeats
 from ndtrain.measure.training import Build, Implementation, Outcome, draw_on, ours, timed
-from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.compile_choice import compiles
 
@@ -98,12 +98,12 @@ def native(cfg: Config, device: torch.device, draw: Draw) -> Loop:
     with torch.device(device):
         module = Llama(cfg.model, _norm, rotate)
     fill_parameters(cfg, module, draw)
-    layers = module.model.layers
+    layers, compiled = module.model.layers, compiles(cfg.train, cfg.model, MeshSpec.of(cfg.mesh), device)
     for i, block in enumerate(layers):
         layers[i] = _CHECKPOINTS[cfg.recompute.name](block)
-        if compiles(cfg, device):
+        if compiled:
             layers[i].compile()
-    if compiles(cfg, device):
+    if compiled:
         module.loss = torch.compile(summed_loss)
     mesh = init_device_mesh(device.type, (1,))
     policy = MixedPrecisionPolicy(
@@ -159,7 +159,7 @@ def transformers(cfg: Config, device: torch.device, draw: Draw) -> Loop:
     if cfg.recompute.name == "full":
         module.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     module.causal_lm.train()
-    if compiles(cfg, device):
+    if compiles(cfg.train, cfg.model, MeshSpec.of(cfg.mesh), device):
         module.causal_lm.compile()
     dtype = DTYPES[cfg.precision.compute]
     return Loop(cfg, Cast(module, dtype) if cfg.model.num_experts else Autocast(module, device.type, dtype))

@@ -38,7 +38,7 @@ def compare_with_cpu(cfg: Config, mesh: Mesh, steps: int) -> dict[str, Any]:
 def trained(cfg: Config, mesh: Mesh, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Train on the mesh's device. Return the losses, and the first step's gradients as fp64 on the CPU."""
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, losses, gradients = TrainingStep(cfg, mesh, stages), [], {}
     for number in range(1, steps + 1):
         own = step.forward_backward(number, batches_of(cfg, mesh, number))

@@ -44,7 +44,7 @@ Draw = Callable[[int, str, int, int], Tensor]  # (seed, parameter, first element
 def ours(cfg: Config, mesh: Mesh) -> Step:
     """Build ndtrain's own step."""
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, numbers = TrainingStep(cfg, mesh, stages), count(1)
     return lambda batches: step.run(next(numbers), batches).wait().loss
 

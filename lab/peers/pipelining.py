@@ -20,7 +20,7 @@ from ndtrain.model import Transformer
 from ndtrain.model.loss import head_loss
 from ndtrain.model.vocabulary import Targets
 from ndtrain.parallel.build import DTYPES
-from ndtrain.parallel.pp import Placement
+from ndtrain.parallel.distribution import Distribution
 
 
 class Peer(NamedTuple):
@@ -91,7 +91,7 @@ class Stage(nn.Module):
 
 def stages(cfg: Config, mesh: Mesh) -> dict[int, Stage]:
     """Return this rank's stages by their index, with uninitialised parameters."""
-    at = Placement.of(cfg)
+    at = Distribution.of(cfg).placement
     return {
         s: Stage(Transformer(cfg.model, at.layers[s], s == 0, s == at.last, cfg.train.loss_chunk), cfg)
         for s in at.schedule.stages_of(mesh.coords["pp"])
@@ -116,7 +116,7 @@ class Pipeline:
         head: nn.Parameter | None,
     ):
         self.head, self.compute, self.chunk = head, DTYPES[cfg.precision.compute], cfg.train.loss_chunk
-        count = Placement.of(cfg).schedule.stages
+        count = Distribution.of(cfg).placement.schedule.stages
         self.first, self.last = 0 in modules, count - 1 in modules
         parts = [
             pipelining.PipelineStage(module, s, count, device, **_examples(cfg, first=s == 0), group=group)

@@ -119,7 +119,7 @@ class Bench:
         self.cfg, self.folder = config_of(options), folder
         self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), rank, torch.device("cpu"))
         self.stages = build_stages(self.cfg, self.mesh)
-        initialise(self.stages, self.cfg)
+        initialise(self.stages, self.cfg.run.seed)
         for unit in self.stages.units.units.values():  # not the initial zeros, which a disk might handle faster
             unit.state["exp_avg"].copy_(unit.master)
             unit.state["exp_avg_sq"].copy_(unit.master)

@@ -159,7 +159,7 @@ def our_block(options: Options, experts: int, device: torch.device) -> Block:
     """Return a block of a trainer's stage. Its weights are gathered, and its gradients accumulate in flat buffers."""
     cfg = our_config(options, experts)
     stages = build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, device))
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     for name in stages.units.units:
         stages.units.unshard(name)
     (model,) = stages.models.values()

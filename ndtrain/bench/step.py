@@ -81,7 +81,7 @@ def config_of(options: Options, overrides: Sequence[str]) -> Config:
 def measure(rank: int, options: Options, cfg: Config, device: str) -> dict[str, Any]:
     """Measure one case. Runs in each rank's process."""
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, rank_device(rank, device))
-    if options.profile and compiles(cfg, mesh.device):
+    if options.profile and compiles(cfg.train, cfg.model, mesh.spec, mesh.device):
         name_fused_kernels()
     return timed(cfg, mesh, {"ours": ours}, options, profiled if options.profile else None)
 

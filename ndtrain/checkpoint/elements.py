@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, plan_files
-from ndtrain.config import Config, ConfigError
+from ndtrain.config import ConfigError, ModelConfig
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
 from ndtrain.mesh.sharding import even_split
 from ndtrain.model import tensor_shapes
 from ndtrain.model.transformer import bias_names
 from ndtrain.optim import StateSpec
-from ndtrain.parallel.build import Stages, state_plan
+from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.unit import StatePlan, Unit
 
 FORMAT = 2
@@ -104,12 +104,12 @@ def model_part(plan: StatePlan) -> Part:
     return Part("", "master", plan.master)
 
 
-def checkpoint_bytes(cfg: Config) -> int:
+def checkpoint_bytes(m: ModelConfig, plan: StatePlan) -> int:
     """Return the bytes of one checkpoint: weights, their average if there is one, and the optimizer's state."""
-    shapes = tensor_shapes(cfg.model).values()
-    parts = [part for of_stem in parts_of(state_plan(cfg)).values() for part in of_stem]
+    shapes = tensor_shapes(m).values()
+    parts = [part for of_stem in parts_of(plan).values() for part in of_stem]
     numel = lambda part: sum(math.prod(part.spec.shape_of(s) if part.spec else s) for s in shapes)
-    biases = len(bias_names(cfg.model)) * (cfg.model.num_experts or 0) * BIAS.itemsize
+    biases = len(bias_names(m)) * (m.num_experts or 0) * BIAS.itemsize
     return sum(numel(part) * part.dtype.itemsize for part in parts) + biases
 
 
@@ -178,8 +178,12 @@ def shard_rows(stages: Stages, owned_only: bool) -> Iterator[tuple[Unit, str, in
                 yield unit, tensor.name, held.at + first - start, held.rows
 
 
-def plans_of(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:
-    """Return the files of a checkpoint, by stem. They are the same on every mesh."""
+def plans_of(stages: Stages, max_file_bytes: int) -> dict[str, list[PlannedFile]]:
+    """Return the files of a checkpoint, by stem. They are the same on every mesh.
+
+    Args:
+        max_file_bytes: the most that a file may have, as in `CheckpointConfig`.
+    """
     shapes = {name: stages.layouts[name].shape for name in stages.layouts.names()}
     plans = {}
     for stem, parts in parts_of(stages.units.plan).items():
@@ -187,7 +191,7 @@ def plans_of(stages: Stages, cfg: Config) -> dict[str, list[PlannedFile]]:
         described = {p.prefix + name: (shape_of(p, shape), p.dtype) for p in parts for name, shape in shapes.items()}
         described |= {name: (tuple(b.shape), BIAS) for name, b in biases_of(stages, stem).items()}
         if described:
-            plans[stem] = plan_files(stem, described, cfg.checkpoint.max_file_bytes)
+            plans[stem] = plan_files(stem, described, max_file_bytes)
     return plans
 
 

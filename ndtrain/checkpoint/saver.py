@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class Saver:
     """
 
     def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras = lambda folder: None):
-        self._writer = Writer(folder, stages, mesh, cfg, extras)
+        self._writer = Writer(folder, stages, mesh, cfg.checkpoint, asdict(cfg), extras)
         self._snapshot = _Snapshot(self._writer.live) if cfg.checkpoint.async_save else None
         self._pending: Future[Saved] | None = None
         self._device = mesh.device

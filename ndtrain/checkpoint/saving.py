@@ -29,11 +29,11 @@ from ndtrain.checkpoint.elements import (
     together,
 )
 from ndtrain.checkpoint.safetensors_io import PlannedFile, create, index_json, write
-from ndtrain.config import Config
+from ndtrain.config import CheckpointConfig, Config
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
 from ndtrain.model.families.hf_config import to_hf
-from ndtrain.parallel.build import DTYPES, Stages
+from ndtrain.parallel.stages import Stages
 
 Extras = Callable[[Path], None]
 
@@ -57,7 +57,7 @@ def save(
         CheckpointError: on every rank, if any rank could not write (disk full, read-only). Then nothing is published
             and the older checkpoints stay.
     """
-    writer = Writer(folder, stages, mesh, cfg, extras)
+    writer = Writer(folder, stages, mesh, cfg.checkpoint, asdict(cfg), extras)
     return writer.write(state, writer.live)
 
 
@@ -73,14 +73,18 @@ class _Owned:
 class Writer:
     """Writes the checkpoints of a run. Computes once everything that is the same in all of them.
 
+    Args:
+        run: the run's configuration, as state.json holds it.
+        extras: as `Saver` takes it.
+
     Attributes:
         live: the tensors that this rank writes. Training changes them in place.
         size: bytes of a checkpoint's tensor files, over all ranks.
     """
 
-    def __init__(self, folder: Path, stages: Stages, mesh: Mesh, cfg: Config, extras: Extras):
-        self.folder, self.mesh, self.cfg, self.extras = folder, mesh, cfg, extras
-        self.plans = plans_of(stages, cfg)
+    def __init__(self, folder: Path, stages: Stages, mesh: Mesh, options: CheckpointConfig, run: dict, extras: Extras):
+        self.folder, self.mesh, self.options, self.run, self.extras = folder, mesh, options, run, extras
+        self.model, self.plan, self.plans = stages.model, stages.units.plan, plans_of(stages, options.max_file_bytes)
         owned = list(_owned(stages, self.plans, writes_biases=mesh.rank == 0))
         self.size = sum(f.size for f in _files(self.plans))
         self.owned, self.live = [o for o, _ in owned], [x for _, x in owned]
@@ -108,12 +112,12 @@ class Writer:
             needed = f"; {self.folder} needs {self.size:,} bytes for it" if _lacks_space(str(error)) else ""
             raise CheckpointError(f"checkpoint of step {state.step} not saved: {error}{needed}") from error
         if leader:
-            prune(self.folder, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_every)
+            prune(self.folder, self.options.keep, self.options.keep_every)
         return final
 
     def _publish(self, temporary: Path, final: Path, sums: Tensor, state: State) -> None:
-        dtype = str(DTYPES[self.cfg.precision.params]).removeprefix("torch.")
-        _write_json(temporary / "config.json", to_hf(self.cfg.model) | {"dtype": dtype, "torch_dtype": dtype})
+        dtype = str(self.plan.master).removeprefix("torch.")
+        _write_json(temporary / "config.json", to_hf(self.model) | {"dtype": dtype, "torch_dtype": dtype})
         for stem, files in self.plans.items():
             if len(files) > 1:
                 _write_json(temporary / f"{stem}.safetensors.index.json", index_json(files))
@@ -138,9 +142,9 @@ class Writer:
         return {
             "format": FORMAT,
             **asdict(state),
-            "seed": self.cfg.run.seed,
-            "mesh": {a: mesh.size(a) for a in mesh.spec.order} | {"zero": self.cfg.mesh.zero},
-            "config": asdict(self.cfg),
+            "seed": self.run["run"]["seed"],
+            "mesh": {a: mesh.size(a) for a in mesh.spec.order} | {"zero": self.plan.zero},
+            "config": self.run,
             "files": {f.name: [f.size, sha256(f.header)] for f in _files(self.plans)},
             "sha256": {name: sha256((temporary / name).read_bytes()) for name in small},
             "checksums": {

@@ -45,16 +45,20 @@ def dense_origins(m: ModelConfig) -> dict[str, str | None]:
     return origins
 
 
-def load_start(cfg: Config, stages: Stages, mesh: Mesh) -> None:
-    """Fill this rank's elements from the folder `init_from`. With `moe.upcycle` that folder holds a dense model.
+def load_start(folder: Path, stages: Stages, mesh: Mesh, seed: int | None = None) -> None:
+    """Fill this rank's elements from the folder `init_from`.
+
+    Args:
+        seed: with `moe.upcycle`, the seed of the weights that the folder's dense model does not have, else None.
 
     Raises:
         CheckpointError: as `load_weights`.
     """
-    origins = dense_origins(cfg.model) if cfg.moe.upcycle else {}
-    if drawn := {name for name, origin in origins.items() if origin is None}:
-        initialise(stages, cfg, only=drawn)
-    load_weights(Path(resolved(cfg.init_from)), stages, mesh, origins)
+    origins: dict[str, str | None] = {}
+    if seed is not None:
+        origins = dense_origins(stages.model)
+        initialise(stages, seed, only={name for name, origin in origins.items() if origin is None})
+    load_weights(folder, stages, mesh, origins)
 
 
 # ------------------------------------------------------------------------------------------------------------ checks

@@ -9,7 +9,7 @@ import os
 from ndtrain.config.checks import check_model, resolve, resolve_epochs
 from ndtrain.config.composition import compose, load_config, register_schema, to_yaml
 from ndtrain.config.keys import conf_dir
-from ndtrain.config.local_shapes import LocalShapes, shards_stream
+from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.overrides import check_overrides
 from ndtrain.config.schema import (
     AXES,
@@ -25,10 +25,12 @@ from ndtrain.config.schema import (
     LoggerConfig,
     MeshConfig,
     ModelConfig,
+    MoEConfig,
     ObjectiveConfig,
     OptimConfig,
     RecomputeConfig,
     TPConfig,
+    TrainConfig,
     resolved,
 )
 from ndtrain.config.typed import to_config
@@ -47,11 +49,13 @@ __all__ = [
     "LocalShapes",
     "LoggerConfig",
     "MeshConfig",
+    "MoEConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimConfig",
     "RecomputeConfig",
     "TPConfig",
+    "TrainConfig",
     "check_model",
     "check_overrides",
     "compose",
@@ -61,7 +65,6 @@ __all__ = [
     "resolve",
     "resolve_epochs",
     "resolved",
-    "shards_stream",
     "to_config",
     "to_yaml",
     "world_from_env",

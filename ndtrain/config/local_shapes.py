@@ -5,16 +5,14 @@ from dataclasses import dataclass
 from ndtrain.config.schema import Config, resolved
 
 
-def shards_stream(cfg: Config) -> bool:
-    """Return True if the tp ranks hold different tokens of the residual stream."""
-    return cfg.mesh.tp > 1 and cfg.tp.sequence_parallel
-
-
 @dataclass(frozen=True)
 class LocalShapes:
     """Sizes on one rank, for one microbatch. All ranks have the same sizes, except with an uneven vocabulary.
 
     Attributes:
+        sequences, seq_len: number of sequences, and the length of each over all ranks of cp.
+        length: the positions of each sequence that the rank holds.
+        shards_stream: True if the tp ranks hold different tokens of the residual stream.
         tokens: number of tokens in the rank's part of the sequences.
         stream: (tokens, hidden_size) of the residual stream; sequence parallelism divides the tokens among tp ranks.
         heads, kv_heads: number of heads in the rank's matmuls. If several ranks need a K/V head, each of them holds it.
@@ -25,6 +23,10 @@ class LocalShapes:
         core_heads, core_kv_heads: number of heads in one call of the attention core, after Ulysses has divided them.
     """
 
+    sequences: int
+    seq_len: int
+    length: int
+    shards_stream: bool
     tokens: int
     stream: tuple[int, int]
     heads: int
@@ -42,10 +44,15 @@ class LocalShapes:
         m, t, mesh = cfg.model, cfg.train, cfg.mesh
         parts = lambda dim: mesh.tp if cfg.layout.rules.get(dim) == "tp" else 1
         ulysses = cfg.cp.ulysses or 1
-        tokens = resolved(t.micro_batch) * t.seq_len // mesh.cp
-        stream = tokens // (mesh.tp if shards_stream(cfg) else 1)
+        sequences, shards_stream = resolved(t.micro_batch), mesh.tp > 1 and cfg.tp.sequence_parallel
+        tokens = sequences * t.seq_len // mesh.cp
+        stream = tokens // (mesh.tp if shards_stream else 1)
         heads, kv_heads = m.num_attention_heads // parts("heads"), max(1, m.num_key_value_heads // parts("kv_heads"))
         return cls(
+            sequences=sequences,
+            seq_len=t.seq_len,
+            length=t.seq_len // mesh.cp,
+            shards_stream=shards_stream,
             tokens=tokens,
             stream=(stream, m.hidden_size),
             heads=heads,

@@ -12,7 +12,7 @@ from ndtrain.checkpoint import Saved, Saver
 from ndtrain.checkpoint.companions import Companions
 from ndtrain.config import Config
 from ndtrain.engine.callback import BUSY, DATA_WAIT, MEMORY, Callback, Run, due
-from ndtrain.engine.setup import turn_end_warning, write_extras
+from ndtrain.engine.start import turn_end_warning, write_extras
 from ndtrain.engine.trace import Trace, Tracer
 from ndtrain.engine.train_step import StepReport
 from ndtrain.engine.validation import Validation
@@ -222,7 +222,7 @@ def make_metrics(trainer: Run, peak: float) -> Metrics:
         peak: peak FLOP/s of a device.
     """
     cfg, t = trainer.cfg, trainer.cfg.train
-    recomputed, ahead = trainer.stages.recompute.skipped_ops, looks_ahead(cfg)
+    recomputed, ahead = trainer.stages.recompute.skipped_ops, looks_ahead(cfg.model, cfg.moe)
     return Metrics(
         cfg,
         Path(cfg.run.dir),

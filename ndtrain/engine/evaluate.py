@@ -64,7 +64,7 @@ def evaluate(path: Path, overrides: Sequence[str] = (), everything: bool = False
     keep_freed_memory()
     meet(cfg, rank, world, device)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, device)
-    stages = build_stages(cfg, mesh, weights_only(cfg))
+    stages = build_stages(cfg, mesh, weights_only(cfg.mesh.zero, cfg.precision))
     if own:
         checkpoint.load(path, stages, mesh)
     else:

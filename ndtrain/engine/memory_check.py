@@ -10,10 +10,9 @@ import torch
 
 from ndtrain.config import Config, ConfigError
 from ndtrain.device.memory import memory_limit_bytes
-from ndtrain.mesh.mesh import MeshSpec
-from ndtrain.mesh.sharding import FlatLayout
 from ndtrain.model.flops import parameter_count
-from ndtrain.parallel.build import flat_layouts, layouts_of, state_plan
+from ndtrain.parallel.build import state_plan
+from ndtrain.parallel.distribution import Distribution
 from ndtrain.parallel.unit import StatePlan, state_bytes
 
 
@@ -40,17 +39,11 @@ def require_memory(cfg: Config, device: torch.device, local_ranks: Iterable[int]
 
 def least_bytes(cfg: Config, rank: int) -> tuple[int, int]:
     """Return the minimum bytes that a rank needs on its device, and in host memory with `optim.offload`."""
-    layouts, plan = list(_layouts(cfg, rank).values()), state_plan(cfg)
+    layouts, plan = list(Distribution.of(cfg).layouts(rank).flat().values()), state_plan(cfg)
     held = [state_bytes(plan, layout.groups.shards, layout.numel) for layout in layouts]
     gathered = [layout.numel for layout in layouts if plan.zero == 3 and layout.groups.shards > 1]
     one_unit = max(gathered, default=0) * (plan.compute.itemsize + plan.master.itemsize)
     return sum(h.on_device for h in held) + one_unit, sum(h.on_host for h in held)
-
-
-def _layouts(cfg: Config, rank: int) -> dict[str, FlatLayout]:
-    """Return unit -> layout of its flat buffer, for the units of a rank."""
-    layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), rank)
-    return flat_layouts(layouts, [name for name in layouts.names() if layouts.holds(name)])
 
 
 def _require(cfg: Config, needed: int, most: int, where: str, device: str) -> None:

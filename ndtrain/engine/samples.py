@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain import schedule as schedules
-from ndtrain.config import Config, LocalShapes, shards_stream
+from ndtrain.config import Config, LocalShapes
 from ndtrain.data import Batch, Tokens, microbatches
 from ndtrain.data.validation import ValidationSet
 from ndtrain.engine.callback import Callback, due
@@ -23,11 +23,12 @@ from ndtrain.engine.executor import Executor
 from ndtrain.engine.train_step import contexts
 from ndtrain.mesh.collectives import all_reduce
 from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.model import Context
 from ndtrain.model.sampling import next_tokens
 from ndtrain.model.transformer import EMBED, HEAD
 from ndtrain.model.vocabulary import IGNORE
-from ndtrain.parallel.build import Stages, sequence_sharding
+from ndtrain.parallel.build import Stages
 from ndtrain.parallel.pp import Pipeline
 from ndtrain.program.passes import line_up
 
@@ -61,11 +62,12 @@ class Sampler:
             *others, head = segments[last]
             segments[last] = [*others, replace(head, run=self._head)]
             self._model = stages.models[last]
-        pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
+        shapes = LocalShapes.of(cfg)
+        pipeline = Pipeline(schedule, mesh, shapes.stream, stages.units.compute)
         layers = line_up(segments, last)
         self._executor = Executor(layers, stages, pipeline)
         self._layout = stages.layouts[f"{EMBED if cfg.model.tie_word_embeddings else HEAD}.weight"]
-        self._shares_stream = shards_stream(cfg)
+        self._shares_stream = shapes.shards_stream
         # created here on all ranks, because only some ranks run the head
         self._stream_group = mesh.group("cp", "tp") if self._shares_stream else mesh.group("cp")
         self._tp, self._pp, _ = mesh.group("tp"), mesh.group("pp"), mesh.world
@@ -125,7 +127,7 @@ class Sampler:
         marks = tokens.copy()
         for row, text in enumerate(texts):
             tokens[row, : len(text)], marks[row, len(text)] = text, 0
-        sharding, part = sequence_sharding(cfg), mesh.index("cp")
+        sharding, part = SequenceSharding.of(cfg), mesh.index("cp")
         rows = range(self._rows)
         made = [microbatches(_Rows(x), 0, rows, cfg.train.micro_batch, sharding, part) for x in (tokens, marks)]
         batches = [replace(t, labels=m.labels) for t, m in zip(*made, strict=True)]

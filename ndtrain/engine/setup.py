@@ -1,25 +1,19 @@
-"""The setup of a run before its first step: configuration, run folder, process group, data and weights."""
+"""The setup of a run before its ranks compute together: configuration, run folder, process group and data."""
 
-import json
 import logging
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ndtrain import checkpoint
-from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
-from ndtrain.checkpoint.companions import Companions, read_companions
-from ndtrain.checkpoint.directory import read_state
-from ndtrain.checkpoint.elements import damaged
 from ndtrain.config import (
     AXES,
     TOKEN_SOURCES,
@@ -33,16 +27,13 @@ from ndtrain.config import (
 )
 from ndtrain.config.schema import resolved
 from ndtrain.data import Data, open_data
-from ndtrain.data.token_array import Packing
 from ndtrain.device.gpu import own_gpu, use_gpu
 from ndtrain.engine.memory_check import require_memory
+from ndtrain.engine.resume import Resume, choose, require_steps_left
 from ndtrain.engine.threads import set_threads
-from ndtrain.mesh.json_messages import broadcast_json
-from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.objective import column_names
 from ndtrain.observe import grow_segments, keep_freed_memory
 from ndtrain.optim.lr_schedule import idle_steps
-from ndtrain.parallel.build import Stages, initialise
 from ndtrain.run import descriptors, exit_status, folder_lock, rendezvous, shared_config, stop_signals
 from ndtrain.run.failure_report import record_failure
 from ndtrain.run.folder_lock import Claim
@@ -62,8 +53,7 @@ class RunSetup:
     Attributes:
         cfg: the resolved and frozen configuration, the same on every rank.
         claim: the claim to the run folder; on rank 0 the lock, which `release` releases.
-        resume: `cfg.resume`, or auto if torchrun has restarted the run.
-        path, state: the checkpoint to resume, on rank 0; None: no checkpoint.
+        resume: the checkpoint to resume, as rank 0 has chosen it; the other ranks know of none.
         notes: messages for the user.
         connect: function that opens another connection to the ranks' messages; None: there is only one rank.
     """
@@ -73,9 +63,7 @@ class RunSetup:
     world: int
     run_dir: Path
     claim: Claim
-    resume: str
-    path: Path | None
-    state: State | None
+    resume: Resume
     notes: list[str]
     data: Data
     device: torch.device
@@ -98,12 +86,12 @@ def prepare(cfg: Config) -> RunSetup:
     axes = [getattr(cfg.mesh, axis) for axis in AXES]
     descriptors.require(rendezvous.backend_of(_kind(cfg)), rank, world, axes)
     notes, noted = notes + cfg.notes, len(cfg.notes)
-    resume, path, state, meeting = cfg.resume, None, None, None
+    resume, meeting = Resume(None, None, cfg.resume), None
     timeout_s = cfg.hardware.timeout_s
     with ExitStack() as undo:
         if rank == 0:
             undo.enter_context(left_as_found(Path(cfg.run.dir)))
-            claim, resume, path, state = take_run_folder(cfg, Path(cfg.run.dir))
+            claim, resume = take_run_folder(cfg, Path(cfg.run.dir))
             undo.callback(claim.release)
             undo.enter_context(record_failure(Path(cfg.run.dir)))
         if world > 1:
@@ -126,7 +114,7 @@ def prepare(cfg: Config) -> RunSetup:
         set_threads(cfg, device)
         require_memory(cfg, device, _ranks_of_host(rank, local_rank))
         data = open_data(cfg)
-        cfg = _plan_epochs(cfg, data, rank, path, state)
+        cfg = _plan_epochs(cfg, data, rank, resume)
         notes += cfg.notes[noted:]
         _check_validation(cfg, data)
         check_columns(cfg, data)
@@ -139,7 +127,7 @@ def prepare(cfg: Config) -> RunSetup:
         undo.pop_all()
     if rank > 0:
         _log_to(Path(cfg.run.dir), rank)
-    return RunSetup(cfg, rank, world, Path(cfg.run.dir), claim, resume, path, state, notes, data, device, connect)
+    return RunSetup(cfg, rank, world, Path(cfg.run.dir), claim, resume, notes, data, device, connect)
 
 
 def meet(
@@ -228,13 +216,13 @@ def model_of_folder(cfg: Config, rank: int) -> tuple[Config, list[str]]:
     return cfg, notes
 
 
-def _plan_epochs(cfg: Config, data: Data, rank: int, path: Path | None, state: State | None) -> Config:
+def _plan_epochs(cfg: Config, data: Data, rank: int, resume: Resume) -> Config:
     """Return the configuration with `train.steps` computed from `train.epochs`."""
     if cfg.train.epochs is None:
         return cfg
     cfg = resolve_epochs(cfg, data.epoch_sequences(cfg))
     if rank == 0:
-        _require_steps_left(cfg, path, state)
+        require_steps_left(cfg, resume)
     return cfg
 
 
@@ -244,6 +232,20 @@ def _check_validation(cfg: Config, data: Data) -> None:
             f"train.eval_every={cfg.train.eval_every}: there is no validation data: raise data.validation="
             f"{cfg.data.validation:g}, the fraction of documents held out (token files without documents need "
             "data.validation_path, a stream data.eval_split), or set train.eval_every=0"
+        )
+
+
+def check_columns(cfg: Config, data: Data) -> None:
+    """Check that the data has the columns that the objective reads.
+
+    Raises:
+        ConfigError: a column is missing.
+    """
+    wanted = column_names(cfg.objective)
+    if missing := [name for name in wanted if name not in data.columns]:
+        raise ConfigError(
+            f"objective={cfg.objective.name}: data={cfg.data.name} has no {', '.join(missing)}: use data=chat, whose "
+            "rows may have weights, or objective=cross_entropy"
         )
 
 
@@ -368,11 +370,10 @@ def _replace_handlers(handler: logging.Handler) -> None:
     log.propagate = False
 
 
-def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None, State | None]:
+def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, Resume]:
     """Make this run the owner of its folder, on rank 0.
 
-    Return the lock, the value of `resume`, and the checkpoint to resume with its state. A run that torchrun has
-    restarted continues as with resume=auto.
+    Return the lock and the checkpoint to resume. A run that torchrun has restarted continues as with resume=auto.
 
     Raises:
         ConfigError: the folder cannot be written, has another live owner, or contains a run that this run would
@@ -385,14 +386,14 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None
                 dir=run_dir
             ) as trial:  # raises the system's error, also on a read-only file system
                 now = os.fstat(trial.fileno()).st_mtime
-            resume = "auto" if cfg.resume == "none" and exit_status.is_restart(run_dir) else cfg.resume
-            _check_new(resume, run_dir)
+            how = "auto" if cfg.resume == "none" and exit_status.is_restart(run_dir) else cfg.resume
+            _check_new(how, run_dir)
             claim = folder_lock.acquire(run_dir)
             undo.callback(claim.release)
-            _check_new(resume, run_dir)
-            path, state = _choose(cfg, resume, run_dir)
+            _check_new(how, run_dir)
+            resume = choose(cfg, how, run_dir)
             if cfg.train.epochs is None:
-                _require_steps_left(cfg, path, state)
+                require_steps_left(cfg, resume)
             stop = run_dir / stop_signals.STOP_FILE
             if not exit_status.is_restart(run_dir) and stop_signals.remove_stale(stop, now):
                 print(f"removed {stop}, which was left by an earlier run", file=sys.stderr)
@@ -400,7 +401,7 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, str, Path | None
         except OSError as error:
             raise _unwritable(run_dir, error) from error
         undo.pop_all()
-    return claim, resume, path, state
+    return claim, resume
 
 
 def _check_new(resume: str, run_dir: Path) -> None:
@@ -410,237 +411,3 @@ def _check_new(resume: str, run_dir: Path) -> None:
         raise ConfigError(
             f"run.dir={run_dir} already holds a run: continue it with resume=auto, or give another run.dir"
         )
-
-
-def _choose(cfg: Config, resume: str, run_dir: Path) -> tuple[Path | None, State | None]:
-    """Return the best checkpoint that `resume` can refer to, and its state; (None, None) for a fresh start."""
-    options = checkpoint.candidates(resume, run_dir)
-    return _first_whole(options, cfg, resume) if options else (None, None)
-
-
-def _require_steps_left(cfg: Config, path: Path | None, state: State | None) -> None:
-    """Refuse a planned end before the checkpoint. If it ends exactly there, the run is complete."""
-    t = cfg.train
-    key, last = ("train.stop_at", t.stop_at) if t.stop_at else ("train.steps", t.steps)
-    end = f"{key}={last}"
-    if key == "train.steps" and t.epochs is not None:
-        key, end = "train.epochs", f"train.epochs={t.epochs:g} (train.steps={last})"
-    if state is not None and state.step > last:
-        raise ConfigError(
-            f"{end}: the run is already at step {state.step} ({path}): raise {key} to train on, or give another run.dir"
-        )
-
-
-def _first_whole(options: list[Path], cfg: Config, resume: str) -> tuple[Path, State]:
-    """Return the first undamaged checkpoint. With resume=auto, print a warning for each damaged one and skip it."""
-    for path in options:
-        try:
-            return path, checkpoint.inspect(path, cfg.model)
-        except DamagedCheckpoint as error:
-            _pass_over(error, resume)
-    raise CheckpointError(
-        f"resume=auto: every checkpoint in {cfg.run.dir}/checkpoints is damaged: use another run.dir to start a new run"
-    )
-
-
-def _pass_over(error: DamagedCheckpoint, resume: str) -> None:
-    if resume != "auto":
-        raise error
-    if world_from_env()[0] == 0:
-        print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
-
-
-@dataclass(frozen=True)
-class Start:
-    """The starting point of a run.
-
-    Attributes:
-        path: the checkpoint that the run resumes; None: a new run.
-        state: the state to continue from.
-        companions: the files of the starting folder that checkpoints contain, on rank 0.
-        notes: messages for the user.
-    """
-
-    path: Path | None
-    state: State
-    companions: Companions
-    notes: list[str]
-
-
-def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
-    """Fill the stages from rank 0's checkpoint, from the folder `init_from`, or from the seed.
-
-    With resume=auto, an older checkpoint is used if the content of the newest one is damaged.
-    """
-    cfg, (path, state, resume) = setup.cfg, _as_on_rank_0(mesh, (setup.path, setup.state, setup.resume))
-    while path is not None:
-        try:
-            notes = checkpoint.load(path, stages, mesh)
-            companions = _resumed_companions(path, cfg, mesh)
-            if mesh.rank == 0:
-                setup.claim.check()
-            if mesh.rank == 0 and path.parent.resolve() == (Path(cfg.run.dir) / "checkpoints").resolve():
-                checkpoint.set_aside_later(path)
-            return Start(path, state, companions, notes)
-        except DamagedCheckpoint as error:
-            _pass_over(error, resume)
-            path, state, _ = _as_on_rank_0(mesh, (*_older_one(path, cfg, resume, mesh), resume))
-    companions = Companions()
-    if cfg.init_from:
-        checkpoint.load_start(cfg, stages, mesh)
-        companions = _companions(Path(cfg.init_from), cfg, mesh)
-    else:
-        initialise(stages, cfg)
-    return Start(None, State(step=0, tokens=0, order=order_of(cfg, setup.data)), companions, [])
-
-
-def _companions(folder: Path, cfg: Config, mesh: Mesh, resumed: bool = False) -> Companions:
-    """Read, on rank 0, the files of the starting folder that the run's checkpoints contain.
-
-    Args:
-        resumed: True if the folder is a checkpoint, whose files are verified.
-
-    Raises:
-        CheckpointError: a file cannot be read (on every rank). The message names it.
-    """
-    held = [Companions()]
-
-    def read() -> None:
-        try:
-            if mesh.rank == 0:
-                held[0] = read_companions(folder, cfg.model, read_state(folder)["sha256"] if resumed else None)
-        except ConfigError as error:
-            raise CheckpointError(str(error)) from error
-
-    checkpoint.together(mesh, read)
-    return held[0]
-
-
-def _resumed_companions(path: Path, cfg: Config, mesh: Mesh) -> Companions:
-    """Return the `_companions` of a checkpoint, in which every file was written by a run.
-
-    Raises:
-        DamagedCheckpoint: a file cannot be read (on every rank). The message names it.
-    """
-    try:
-        return _companions(path, cfg, mesh, resumed=True)
-    except CheckpointError as error:
-        raise damaged(path, error) from error
-
-
-def _as_on_rank_0(mesh: Mesh, chosen: tuple[Path | None, State | None, str]) -> tuple[Path | None, State | None, str]:
-    """Return the checkpoint, its state and the value of `resume`, as chosen by rank 0."""
-    if mesh.world is None:
-        return chosen
-    path, state, resume = chosen
-    message = {"path": path and str(path), "state": state and asdict(state), "resume": resume}
-    return _chosen(broadcast_json(message, mesh.world, mesh.device))
-
-
-def _chosen(message: Any) -> tuple[Path | None, State | None, str]:
-    """Return the checkpoint to resume, its state and the value of `resume` from rank 0's message.
-
-    Raises:
-        ValueError: the message has another form.
-    """
-    match message:
-        case {"path": None, "state": None, "resume": str(resume)}:
-            return None, None, resume
-        case {"path": str(path), "state": dict(state), "resume": str(resume)} if _is_state(state):
-            return Path(path), State(**state), resume
-    raise ValueError("rank 0 sent a message that names no checkpoint")
-
-
-def _is_state(state: dict[str, Any]) -> bool:
-    """Return True if `state` is a `State` as a dict."""
-    match state:
-        case {"step": int(), "tokens": int(), "order": dict(), "skipped": int(), "stream": None | dict(), **rest}:
-            return not rest
-    return False
-
-
-def _older_one(path: Path, cfg: Config, resume: str, mesh: Mesh) -> tuple[Path | None, State | None]:
-    """Return the newest undamaged checkpoint before a damaged one, on rank 0.
-
-    Other ranks return (None, None). They might not be able to read the same files as rank 0.
-
-    Raises:
-        CheckpointError: there is no older checkpoint (on every rank).
-    """
-    chosen: list[tuple[Path | None, State | None]] = [(None, None)]
-
-    def choose() -> None:
-        if mesh.rank == 0:
-            chosen[0] = _first_whole(checkpoint.older_checkpoints(path), cfg, resume)
-
-    checkpoint.together(mesh, choose)
-    return chosen[0]
-
-
-def write_extras(data: Data, companions: Companions, folder: Path) -> None:
-    """Write the further files of a checkpoint: the companions of the starting model, and the tokenizer of the data.
-
-    If the data has another tokenizer than the companions, leave out the tokenizer of the companions and all files that
-    refer to its tokens.
-    """
-    theirs = companions.files.get("tokenizer.json")
-    if data.tokenizer and theirs is not None and not data.tokenizer.same_ids(theirs):
-        companions = companions.without_tokenizer()
-    companions.write(folder)
-    if data.tokenizer:
-        data.tokenizer.save(folder)
-    if data.eos_id is not None and not companions.names_end_token():  # otherwise transformers uses Llama's
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": data.eos_id}) + "\n")
-
-
-def turn_end_warning(data: Data, companions: Companions) -> str | None:
-    """Return a warning if a model trained on conversations would not stop at the end of a turn, else None."""
-    ends = companions.end_tokens() or {data.eos_id}
-    if data.turn_ends is None or (data.turn_ends and data.turn_ends <= ends):
-        return None
-    if not data.turn_ends:
-        return (
-            "the assistant's turns end without a trained special token, so generation would not stop there: make the "
-            "chat template include the token that ends a turn in {% generation %}"
-        )
-    token, known = min(data.turn_ends - ends), ", ".join(map(str, sorted(ends)))
-    text = data.tokenizer.token(token) if data.tokenizer else ""
-    return (
-        f"the assistant's turns end with the token {text} ({token}), which is not among the end tokens ({known}) of "
-        "generation_config.json, so generation would not stop there: add it to eos_token_id in the folder of init_from"
-    )
-
-
-def order_of(cfg: Config, data: Data) -> dict[str, Any]:
-    """Return everything that determines the tokens of a step and their weights in the loss."""
-    return {
-        "corpus": data.fingerprint,
-        "run.seed": cfg.run.seed,
-        "train.seq_len": cfg.train.seq_len,
-        "train.global_batch": cfg.train.global_batch,
-        "data.shuffle": cfg.data.shuffle,
-        "data.pack": _told_apart_by(data) if cfg.data.pack else None,
-    }
-
-
-def _told_apart_by(data: Data) -> int | str:
-    return "index" if data.eos_id is None else data.eos_id
-
-
-def check_columns(cfg: Config, data: Data) -> None:
-    """Check that the data has the columns that the objective reads.
-
-    Raises:
-        ConfigError: a column is missing.
-    """
-    wanted = column_names(cfg.objective)
-    if missing := [name for name in wanted if name not in data.columns]:
-        raise ConfigError(
-            f"objective={cfg.objective.name}: data={cfg.data.name} has no {', '.join(missing)}: use data=chat, whose "
-            "rows may have weights, or objective=cross_entropy"
-        )
-
-
-def packing_of(cfg: Config, data: Data) -> Packing | None:
-    """Return how the documents of a sequence are separated, or None without packing."""
-    return Packing(data.eos_id) if cfg.data.pack else None

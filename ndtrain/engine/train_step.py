@@ -93,7 +93,9 @@ class TrainingStep:
         layers = line_up(stages.segments, stages.placement.last)
         pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         losses = 1 + len(stages.objective.sums)
-        self.executor = Executor(layers, stages, pipeline, stages.recompute.groups, losses, Experts.of(cfg))
+        self.executor = Executor(
+            layers, stages, pipeline, stages.recompute.groups, losses, Experts.of(cfg.model, cfg.moe)
+        )
         self.look_ahead = forwards(cfg, mesh, stages, loss=False) if stages.balance.pooled else None
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
         self._reruns = 0  # of the current step
@@ -218,7 +220,7 @@ def forwards(cfg: Config, mesh: Mesh, stages: Stages, loss: bool = True) -> Exec
         none = lambda x, ctx: x.new_zeros(1)
         layers = [layer._replace(run=none, units=()) if layer.loss else layer for layer in layers]
     pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
-    losses, experts = 1 + len(stages.objective.sums), NO_EXPERTS if loss else Experts.of(cfg)
+    losses, experts = 1 + len(stages.objective.sums), NO_EXPERTS if loss else Experts.of(cfg.model, cfg.moe)
     return Executor(layers, stages, pipeline, (), losses, experts)
 
 

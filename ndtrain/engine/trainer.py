@@ -33,7 +33,8 @@ from ndtrain.engine.callbacks import (
     make_metrics,
 )
 from ndtrain.engine.samples import SampleCallback
-from ndtrain.engine.setup import RunSetup, fill_weights, order_of, prepare, save_config
+from ndtrain.engine.setup import RunSetup, prepare, save_config
+from ndtrain.engine.start import fill_weights, order_of
 from ndtrain.engine.train_step import PendingReport, StepReport, TrainingStep
 from ndtrain.engine.validation import rank_batches
 from ndtrain.mesh.flight_recorder import RECORDER

@@ -5,13 +5,14 @@ from typing import Any
 
 from ndtrain.config import Config, resolved
 from ndtrain.data import Batch, Data, Tokens, microbatches, rows_of
+from ndtrain.data.token_array import Packing
 from ndtrain.data.validation import ValidationSet
-from ndtrain.engine.setup import packing_of
 from ndtrain.engine.train_step import Evaluated, Evaluation
 from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model.objective import column_names
-from ndtrain.parallel.build import Stages, sequence_sharding
+from ndtrain.parallel.build import Stages
 
 
 class Validation:
@@ -47,5 +48,10 @@ def rank_batches(cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int)
     t = cfg.train
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     packing = packing_of(cfg, data)
-    sharding, columns = sequence_sharding(cfg), column_names(cfg.objective)
+    sharding, columns = SequenceSharding.of(cfg), column_names(cfg.objective)
     return microbatches(source, step, rows, resolved(t.micro_batch), sharding, mesh.index("cp"), packing, columns)
+
+
+def packing_of(cfg: Config, data: Data) -> Packing | None:
+    """Return how the documents of a sequence are separated, or None without packing."""
+    return Packing(data.eos_id) if cfg.data.pack else None

@@ -18,11 +18,12 @@ from ndtrain.data.token_array import Packing
 from ndtrain.engine.train_step import StepReport, TrainingStep
 from ndtrain.measure.rounds import BlockTimer, Repeats, max_over_ranks, quartiles, ratio, run_rounds
 from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model import flops
 from ndtrain.model.init import Draw
 from ndtrain.observe import peak_flops, peak_memory_bytes, reset_peak_memory
-from ndtrain.parallel.build import DTYPES, build_stages, initialise, sequence_sharding
+from ndtrain.parallel.build import DTYPES, build_stages, initialise
 
 DISTINCT = 4  # steps before the batches repeat
 # Relative difference allowed between equal work at the first step: (loss, norm of all gradients). There the loss hardly
@@ -74,7 +75,7 @@ def draw_on(device: torch.device) -> Draw:
 def ours(cfg: Config, mesh: Mesh) -> Implementation:
     """Build ndtrain's own step."""
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg, draw_on(mesh.device))
+    initialise(stages, cfg.run.seed, draw_on(mesh.device))
     step, numbers = TrainingStep(cfg, mesh, stages), count(1)
 
     def launch(batches: Sequence[Batch]) -> Callable[[], Outcome]:
@@ -141,7 +142,7 @@ def batches_of(cfg: Config, mesh: Mesh, step: int) -> list[Batch]:
     t, source = cfg.train, Chain(cfg.model.vocab_size, cfg.train.seq_len + 1)
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     packing = Packing(0) if cfg.data.pack else None
-    batches = microbatches(source, step, rows, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), packing)
+    batches = microbatches(source, step, rows, t.micro_batch, SequenceSharding.of(cfg), mesh.index("cp"), packing)
     return [b.to(mesh.device) for b in batches]
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ndtrain.config.schema import Config, resolved
 from ndtrain.model.attention.tiles import SequenceSlice
 
 BALANCES = ("zigzag", "striped", "none")
@@ -32,6 +33,12 @@ class SequenceSharding:
     ring: int = 1
     ulysses: int = 1
     balance: str = "zigzag"
+
+    @classmethod
+    def of(cls, cfg: Config) -> "SequenceSharding":
+        """Return the sharding of a resolved configuration."""
+        ulysses = resolved(cfg.cp.ulysses)
+        return cls(cfg.train.seq_len, cfg.mesh.cp // ulysses, ulysses, cfg.cp.balance)
 
     def __post_init__(self) -> None:
         if self.balance not in BALANCES:

@@ -227,6 +227,28 @@ class Layouts:
         """Return True if the ranks at this rank's coord on ep hold the tensor."""
         return self.ep_coords.get(name, self._ep) == self._ep
 
+    def flat(self, names: Iterable[str] | None = None) -> "dict[str, FlatLayout]":
+        """Return unit -> its flat buffer.
+
+        Args:
+            names: the tensors of one rank's stages; None: the tensors that this rank holds.
+
+        Raises:
+            ValueError: the tensors of a unit are not split and replicated over the same ranks.
+        """
+        by_unit: dict[str, list[str]] = {}
+        for name in filter(self.holds, self.names()) if names is None else names:
+            by_unit.setdefault(self.units[name], []).append(name)
+        flat = {}
+        for unit, own in by_unit.items():
+            groups = {self.groups(name) for name in own}
+            if len(groups) > 1:
+                raise ValueError(
+                    f"unit {unit}: its tensors belong to different groups of ranks: split it into two units"
+                )
+            flat[unit] = FlatLayout.of([self[name] for name in own], groups.pop())
+        return flat
+
     def groups(self, name: str) -> UnitGroups:
         """Return the ranks that split a tensor's flat buffer, and the ranks that hold the same shards. Both follow from
         the axes over which the tensor's gradient is partial. The axes that are among SHARD_AXES split the buffer. Along

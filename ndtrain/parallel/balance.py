@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ndtrain.config import Config, shards_stream
+from ndtrain.config import LocalShapes, ModelConfig, MoEConfig
 from ndtrain.config.schema import resolved
 from ndtrain.mesh.collectives import Pending, all_reduce
 from ndtrain.mesh.mesh import Mesh
@@ -31,10 +31,10 @@ from ndtrain.model.transformer import sparse_layers
 LOSSES = 2  # columns of a step's sums in addition to the loads: the balance loss and the z-loss
 
 
-def looks_ahead(cfg: Config) -> bool:
+def looks_ahead(m: ModelConfig, moe: MoEConfig) -> bool:
     """Return True if a forward of the whole batch runs before each step. `moe.balance=hf` needs it: its loss depends on
     the loads of the whole batch."""
-    return cfg.moe.balance == "hf" and bool(sparse_layers(cfg.model))
+    return moe.balance == "hf" and bool(sparse_layers(m))
 
 
 # -------------------------------------------------------------------------------------------------------------- losses
@@ -59,11 +59,11 @@ class SequenceShares:
     """The shares of each token's own sequence, which may be spread over ranks of cp and tp (DeepSeek-AI, 2024,
     arXiv:2412.19437, equations 17 to 20). An expert's share is the fraction of the sequence's choices that it got."""
 
-    def __init__(self, cfg: Config, mesh: Mesh):
-        spread = ("cp", "tp") if shards_stream(cfg) else ("cp",)
-        self.group, self.part = mesh.group(*spread), mesh.index("tp") if shards_stream(cfg) else 0
-        self.length, self.length_here = cfg.train.seq_len, cfg.train.seq_len // cfg.mesh.cp
-        self.shape = resolved(cfg.train.micro_batch), resolved(cfg.model.num_experts)
+    def __init__(self, shapes: LocalShapes, experts: int, mesh: Mesh):
+        spread = ("cp", "tp") if shapes.shards_stream else ("cp",)
+        self.group, self.part = mesh.group(*spread), mesh.index("tp") if shapes.shards_stream else 0
+        self.length, self.length_here = shapes.seq_len, shapes.length
+        self.shape = shapes.sequences, experts
 
     def __call__(self, routing: Routing) -> Tensor:
         """Return the shares of each token's sequence, [N, X]."""
@@ -105,6 +105,9 @@ class Balance:
     """`Ops.balance` of all layers of the model, and the state of their balance. Every rank has the state of every
     layer.
 
+    Args:
+        tokens: tokens of a step on all ranks together.
+
     Attributes:
         layers: the indices of the layers with experts, in order.
         bias_LX: fp32, the selection biases of these layers.
@@ -112,28 +115,27 @@ class Balance:
         names: the names of the `numbers`.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh):
-        moe, experts, tokens = cfg.moe, cfg.model.num_experts or 0, cfg.train.global_batch * cfg.train.seq_len
-        self.mesh, self.layers = mesh, sparse_layers(cfg.model)
+    def __init__(self, m: ModelConfig, moe: MoEConfig, shapes: LocalShapes, tokens: int, mesh: Mesh):
+        self.mesh, self.layers, experts = mesh, sparse_layers(m), m.num_experts or 0
         zeros = lambda width, dtype: torch.zeros(len(self.layers), width, dtype=dtype, device=mesh.device)
         self.bias_LX = zeros(experts, torch.float32)
         self._rate = moe.bias_rate
         self._sums = zeros(experts + LOSSES, torch.float64)  # the sums of this step: loads, then losses
         self._rows: dict[Tensor, int] = {}  # bias of a block -> its row in the sums
-        self._counts_here = shards_stream(cfg) or mesh.coords["tp"] == 0
-        self.pooled = PooledShares(zeros(experts, torch.float64), tokens) if looks_ahead(cfg) else None
+        self._counts_here = shapes.shards_stream or mesh.coords["tp"] == 0
+        self.pooled = PooledShares(zeros(experts, torch.float64), tokens) if looks_ahead(m, moe) else None
         self._looks_ahead, self._pending = False, Pending(())
-        self._loss = self._make_loss(cfg)
+        self._loss = self._make_loss(m, moe, shapes)
         self._z_factor = moe.z_loss * len(self.layers)
         self._per_token = 1 / max(1, len(self.layers) * tokens)
         self.names = self._names()
 
-    def _make_loss(self, cfg: Config) -> BalanceLoss | None:
+    def _make_loss(self, m: ModelConfig, moe: MoEConfig, shapes: LocalShapes) -> BalanceLoss | None:
         if self.pooled is not None:
-            return BalanceLoss(cfg.model.router_aux_loss_coef, self.pooled)
-        if self.layers and cfg.moe.aux_coef:
-            affinities = resolved(family_of(cfg.model).moe).affinities
-            return BalanceLoss(cfg.moe.aux_coef * len(self.layers), SequenceShares(cfg, self.mesh), affinities)
+            return BalanceLoss(m.router_aux_loss_coef, self.pooled)
+        if self.layers and moe.aux_coef:
+            shares = SequenceShares(shapes, resolved(m.num_experts), self.mesh)
+            return BalanceLoss(moe.aux_coef * len(self.layers), shares, resolved(family_of(m).moe).affinities)
         return None
 
     def adopt(self, model: Transformer) -> None:

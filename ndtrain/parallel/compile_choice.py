@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from ndtrain.config import Config
+from ndtrain.config import ModelConfig, TrainConfig
 from ndtrain.device.kind import kind_of
 from ndtrain.mesh.host_device import gather_numbers
 from ndtrain.mesh.mesh import Mesh, MeshSpec
@@ -24,17 +24,17 @@ LONG_RUN = 1e15
 MISSING = {"cuda": "no Triton for this GPU", "cpu": "no C++ compiler"}
 
 
-def choose_compile(cfg: Config, mesh: Mesh, trains: bool = True) -> tuple[bool, str]:
+def choose_compile(t: TrainConfig, m: ModelConfig, mesh: Mesh, trains: bool = True) -> tuple[bool, str]:
     """Return whether to compile, and a line for the user, which is empty if the user has decided. Both are the same on
     every rank of the mesh. All ranks call this together.
 
     Args:
         trains: True if the model is trained, and not only evaluated.
     """
-    if cfg.train.compile_asked is not None:
-        return cfg.train.compile_asked, ""
+    if t.compile_asked is not None:
+        return t.compile_asked, ""
     kind = kind_of(mesh.device)
-    why_not = _unneeded(cfg, kind, trains)
+    why_not = _unneeded(rank_flops(t, m, mesh.spec), kind, trains)
     if not why_not and not _on_every_rank(_compiler_of(mesh.device), mesh):
         why_not = f"{MISSING[kind]} on {'this machine' if mesh.spec.world_size == 1 else 'some rank'}"
     if why_not:
@@ -42,27 +42,26 @@ def choose_compile(cfg: Config, mesh: Mesh, trains: bool = True) -> tuple[bool, 
     return True, f"train.compile=auto: on: {'a GPU with Triton' if kind == 'cuda' else 'a long run'}"
 
 
-def compiles(cfg: Config, device: torch.device, trains: bool = True) -> bool:
-    """Return the choice of `choose_compile` on a mesh whose hosts are all like this one."""
-    asked = cfg.train.compile_asked
-    return asked if asked is not None else not _unneeded(cfg, kind_of(device), trains) and _compiler_of(device)
+def compiles(t: TrainConfig, m: ModelConfig, mesh: MeshSpec, device: torch.device) -> bool:
+    """Return the choice of `choose_compile` for a training whose hosts are all like this one."""
+    if t.compile_asked is not None:
+        return t.compile_asked
+    return not _unneeded(rank_flops(t, m, mesh), kind_of(device)) and _compiler_of(device)
 
 
-def _unneeded(cfg: Config, device: str, trains: bool) -> str:
-    """Return why compiling would not pay, or an empty text. It follows from the configuration and the kind of device
+def _unneeded(of_rank: float, device: str, trains: bool = True) -> str:
+    """Return why compiling would not pay, or an empty text. It follows from the FLOPs of a rank and the kind of device
     alone, so all ranks agree."""
     if not trains:
         return "no training"
-    of_rank = rank_flops(cfg)
     if device == "cpu" and of_rank < LONG_RUN:
         return f"{of_rank:.0e} FLOPs per rank are too few to pay for compilation on a CPU (less than {LONG_RUN:.0e})"
     return ""
 
 
-def rank_flops(cfg: Config) -> float:
+def rank_flops(t: TrainConfig, m: ModelConfig, mesh: MeshSpec) -> float:
     """Return the model FLOPs of each rank over the whole run."""
-    tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
-    return tokens * flops.flops_per_token(cfg.model, cfg.train.seq_len) / MeshSpec.of(cfg.mesh).world_size
+    return t.steps * t.global_batch * t.seq_len * flops.flops_per_token(m, t.seq_len) / mesh.world_size
 
 
 def _compiler_of(device: torch.device) -> bool:

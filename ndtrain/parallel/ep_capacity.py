@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.config import Config
+from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.mesh.collectives import Pending, all_reduce, all_to_all_rows
 from ndtrain.mesh.host_device import Readback
@@ -38,17 +38,20 @@ from ndtrain.parallel.recompute import SavedOps
 class Capacity:
     """The size of the buffers of all layers, and a flag on the device that is set if rows of a step do not fit.
 
+    Args:
+        factor: `moe.capacity`.
+
     Attributes:
         factor: the size over the mean number of rows. It never shrinks.
         most: the factor with which everything fits, however uneven routing is.
         exceeded: True if rows of the last step did not fit on at least one rank. It is the same on all ranks.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh):
-        self._mesh, self._experts = mesh, resolved(cfg.model.num_experts)
-        self._choices = resolved(cfg.model.num_experts_per_tok)
+    def __init__(self, m: ModelConfig, factor: float, mesh: Mesh):
+        self._mesh, self._experts = mesh, resolved(m.num_experts)
+        self._choices = resolved(m.num_experts_per_tok)
         self.most = self._experts / self._choices
-        self.factor = min(resolved(cfg.moe.capacity), self.most)
+        self.factor = min(factor, self.most)
         self._in_use = self.exceeded = False
         self._overflow = torch.zeros((), dtype=torch.float64, device=mesh.device)
 

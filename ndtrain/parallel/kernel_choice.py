@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ndtrain.config import Config, ConfigError, LocalShapes
+from ndtrain.config import ConfigError, LocalShapes, ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.mesh.host_device import gather_numbers
 from ndtrain.mesh.mesh import Mesh
@@ -47,18 +47,22 @@ class Shape(NamedTuple):
     scores: Scores
 
     @classmethod
-    def of(cls, cfg: Config, dtype: torch.dtype) -> "Shape":
-        """Return the shape for a resolved configuration."""
-        m, t, local = cfg.model, cfg.train, LocalShapes.of(cfg)
-        B, T = resolved(t.micro_batch), local.core_length
+    def of(cls, m: ModelConfig, local: LocalShapes, packed: bool, dtype: torch.dtype) -> "Shape":
+        """Return the shape of a rank's calls.
+
+        Args:
+            packed: True if the run packs documents.
+            dtype: the dtype of the queries.
+        """
+        B, T = local.sequences, local.core_length
         scores = Scores(
             window=m.sliding_window,
             softcap=m.attn_logit_softcapping,
             slopes=alibi_slopes(m.num_attention_heads) if m.alibi else None,
             mod=attention_mod(m),
-            documents=sample_documents(B, T) if cfg.data.pack else None,
+            documents=sample_documents(B, T) if packed else None,
         )
-        sharded = t.seq_len > T
+        sharded = local.seq_len > T
         return cls(
             B,
             T,
@@ -74,17 +78,16 @@ class Shape(NamedTuple):
 Measure = Callable[[str, Shape, torch.device], float]
 
 
-def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure | None = None) -> tuple[str, str]:
+def choose_kernel(asked: str, shape: Shape, mesh: Mesh, measure: Measure | None = None) -> tuple[str, str]:
     """Return the kernel's name, and a line for the user with the times. Both are the same on every rank of the mesh.
 
     Args:
-        dtype: the dtype of the queries.
+        asked: `hardware.attention`.
         measure: returns the seconds that a kernel takes on this rank, or inf if it does not run.
 
     Raises:
         ConfigError: none of the requested kernels runs on every rank.
     """
-    asked, shape = cfg.hardware.attention, Shape.of(cfg, dtype)
     names = able(shape) if asked == "auto" else [asked]
     measure = measure or (by_preference if mesh.device.type == "meta" else seconds)
     mine = [measure(name, shape, mesh.device) for name in names]
@@ -93,7 +96,7 @@ def choose_kernel(cfg: Config, mesh: Mesh, dtype: torch.dtype, measure: Measure 
     best = min(names, key=mean.get)
     if mean[best] == math.inf:
         raise ConfigError(
-            f"hardware.attention={asked} does not run on this GPU in {str(dtype).removeprefix('torch.')} with "
+            f"hardware.attention={asked} does not run on this GPU in {str(shape.dtype).removeprefix('torch.')} with "
             f"head_dim {shape.D}: choose another, or auto"
         )
     times = ", ".join(f"{n} {1e3 * s:.2f}" if s < math.inf else f"{n} does not run" for n, s in mean.items())

@@ -12,8 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ndtrain import schedule as schedules
-from ndtrain.config import Config, ModelConfig
+from ndtrain.config import ModelConfig
 from ndtrain.mesh.collectives import Pending, receive, send
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.flops import block_flops, head_flops, over_layers
@@ -32,13 +31,6 @@ class Placement:
 
     schedule: Schedule
     layers: tuple[range, ...]
-
-    @classmethod
-    def of(cls, cfg: Config) -> "Placement":
-        """Return the placement of a resolved configuration."""
-        s = cfg.schedule
-        schedule = schedules.build(s.name, cfg.mesh.pp, cfg.microbatches, s.chunks, s.path)
-        return cls(schedule, tuple(split_layers(cfg.model, cfg.train.seq_len, schedule.rank_of, s.split)))
 
     @property
     def last(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ndtrain.config import Config, RecomputeConfig
+from ndtrain.config import MeshConfig, ModelConfig, RecomputeConfig
 from ndtrain.model.spec import Joins, OpSpec
 from ndtrain.model.transformer import all_ops
 from ndtrain.parallel.allocations import storage_id
@@ -147,14 +147,14 @@ class RecomputeOps:
     read_by: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cfg: Config, ops: Sequence[OpSpec] | None = None) -> "RecomputeOps":
-        """Return the properties for a resolved configuration.
+    def of(cls, m: ModelConfig, mesh: MeshConfig, ops: Sequence[OpSpec] | None = None) -> "RecomputeOps":
+        """Return the properties of a model's ops on a resolved mesh.
 
         Args:
             ops: the ops of each kind of block; None: they are read from the model's classes here.
         """
-        ranks = {Joins.SLICES: cfg.mesh.tp, Joins.POSITIONS: cfg.mesh.cp, Joins.EXPERTS: cfg.mesh.ep, None: 1}
-        ops = all_ops(cfg.model) if ops is None else ops
+        ranks = {Joins.SLICES: mesh.tp, Joins.POSITIONS: mesh.cp, Joins.EXPERTS: mesh.ep, None: 1}
+        ops = all_ops(m) if ops is None else ops
         return cls(
             frozenset(op.name for op in ops if ranks[op.joins] > 1),
             frozenset(op.name for op in ops if op.last),
@@ -183,9 +183,9 @@ class RecomputePlan:
     skipped_ops: list[frozenset[str] | None] = field(default_factory=list)
 
 
-def needs_saved_ops(cfg: Config) -> bool:
+def needs_saved_ops(cfg: RecomputeConfig) -> bool:
     """Return True if recomputed blocks save results of ops inside the block."""
-    return cfg.recompute.name in ("selective", "budget")
+    return cfg.name in ("selective", "budget")
 
 
 def plan_recompute(

@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndtrain.config import AXES, EXPERT_OPS, SAVABLE_OPS, Config, ConfigError, LocalShapes
+from ndtrain.config import AXES, EXPERT_OPS, SAVABLE_OPS, ConfigError, LocalShapes, ModelConfig
+from ndtrain.config.schema import resolved
 from ndtrain.data import Batch
 from ndtrain.device.kind import kind_of
 from ndtrain.mesh.host_device import gather_numbers
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import Context, Segment
 from ndtrain.model.flops import elementwise_values, over_layers, recompute_flops
-from ndtrain.model.objective import make_objective
+from ndtrain.model.objective import Column
 from ndtrain.parallel.allocations import Allocations
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.recompute import RecomputeOps, SavedOps
@@ -155,18 +156,17 @@ def _useful(options: Sequence[Choice], sizes: BlockSizes, cost: Callable[[Choice
     return frontier
 
 
-def recompute_cost(cfg: Config, device: str) -> Callable[[Choice], float]:
+def recompute_cost(
+    m: ModelConfig, seq_len: int, compute: torch.dtype, ops: RecomputeOps, device: str
+) -> Callable[[Choice], float]:
     """Return a function that gives the cost of a block's recompute in FLOPs a token, the mean of all layers. Matmuls
     and attention count their FLOPs. The elementwise ops between them count the FLOPs that the device could compute
     while it reads and writes their values."""
-    m, length = cfg.model, cfg.train.seq_len
-    width = {"fp64": 8, "fp32": 4, "bf16": 2, "fp8": 2}[cfg.precision.compute]
-    a_value = width * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
+    a_value = compute.itemsize * _FLOPS_A_BYTE.get(device, _FLOPS_A_BYTE["cpu"])
 
     def of_layer(skipped: frozenset[str], i: int) -> int:
-        return recompute_flops(m, length, skipped, i) + elementwise_values(m, i) * a_value
+        return recompute_flops(m, seq_len, skipped, i) + elementwise_values(m, i) * a_value
 
-    ops = RecomputeOps.of(cfg)
     # a plan needs the cost of the same few choices thousands of times
     mean = cache(lambda skipped: over_layers(m, partial(of_layer, skipped)) / m.num_hidden_layers)
     return lambda choice: 0 if choice is None else mean(choice | ops.unread(choice))
@@ -326,29 +326,34 @@ def sharding_bytes(units: ShardedUnits) -> int:
 # ------------------------------------------------------------------------------------------------------- the choice
 
 
-def choose(cfg: Config, mesh: Mesh, stages: Stages, ops: RecomputeOps) -> list[Choice]:
+def choose(
+    budget: int, stages: Stages, batch: Batch, shapes: LocalShapes, ops: RecomputeOps, mesh: Mesh
+) -> list[Choice]:
     """Choose an option for each block of the rank's stages under `recompute.budget`. All ranks that hold the same
     layers call this together, and get the same choices.
 
     Args:
+        budget: bytes.
+        batch: a microbatch like the rank's own (`typical_batch`).
+        shapes: the sizes of the rank's tensors.
         ops: the properties of the run's ops.
 
     Raises:
         ConfigError: the budget is less than the least that works.
     """
-    units, schedule = stages.units, stages.placement.schedule
+    units, schedule, kind = stages.units, stages.placement.schedule, kind_of(mesh.device)
     segments = [segment for _, segment in stages.in_order]
     if not any(segment.is_block for segment in segments):
         return []
-    x = torch.zeros(LocalShapes.of(cfg).stream, dtype=units.compute, device=mesh.device)
-    sizes = _largest(measure(segments, units, stages.saved_ops, ops.last, _context(cfg, mesh, stages), x), mesh)
-    besides = sizes.besides * cfg.microbatches + sharding_bytes(units)
+    x = torch.zeros(shapes.stream, dtype=units.compute, device=mesh.device)
+    sizes = _largest(measure(segments, units, stages.saved_ops, ops.last, _context(stages, batch), x), mesh)
+    besides = sizes.besides * schedule.microbatches + sharding_bytes(units)
     besides += MESSAGES * sizes.boundary if mesh.size("pp") > 1 else 0
-    besides += _unseen(cfg, units.compute) if kind_of(mesh.device) == "cpu" else 0
+    besides += _unseen(shapes, resolved(stages.model.head_dim), units.compute) if kind == "cpu" else 0
     row = schedule.table[mesh.coords["pp"]]
     loads = [load(row, stage, len(stages.placement.layers[stage])) for stage in schedule.stages_of(mesh.coords["pp"])]
-    cost = recompute_cost(cfg, kind_of(mesh.device))
-    return plan(loads, replace(sizes, besides=besides), cfg.recompute.budget, cost, ops.always - ops.last)
+    cost = recompute_cost(stages.model, shapes.seq_len, units.compute, ops, kind)
+    return plan(loads, replace(sizes, besides=besides), budget, cost, ops.always - ops.last)
 
 
 def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
@@ -363,36 +368,38 @@ def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
     return most
 
 
-def typical_batch(cfg: Config, device: torch.device) -> Batch:
-    """Return a microbatch of zeros, shaped like the microbatches of this rank, with the columns that the objective
-    reads. With `data.pack` each row has two documents, which end at another place in each row. Positions and tiles then
-    differ as they do in training."""
-    batch, length, whole = cfg.train.micro_batch, cfg.train.seq_len // cfg.mesh.cp, cfg.train.seq_len
+def typical_batch(shapes: LocalShapes, columns: Sequence[Column], packed: bool, device: torch.device) -> Batch:
+    """Return a microbatch of zeros, shaped like the microbatches of this rank.
+
+    Args:
+        columns: the columns that the objective reads.
+        packed: as `data.pack`. Each row then has two documents, which end at another place in each row. Positions and
+            tiles differ as they do in training.
+    """
+    batch, length, whole = shapes.sequences, shapes.length, shapes.seq_len
     tokens, labels = (torch.zeros(batch, length, dtype=torch.long, device=device) for _ in range(2))
     zeros = lambda c: torch.zeros(batch, length, *c.shape, dtype=c.dtype, device=device)
-    columns = {column.name: zeros(column) for column in make_objective(cfg.objective).columns}
-    places = torch.arange(length, device=device) if cfg.mesh.cp > 1 or cfg.data.pack else None
-    if not cfg.data.pack or whole <= batch:
-        return Batch(tokens, labels, places, columns=columns)
+    named = {column.name: zeros(column) for column in columns}
+    places = torch.arange(length, device=device) if length < whole or packed else None
+    if not packed or whole <= batch:
+        return Batch(tokens, labels, places, columns=named)
     documents = tuple((0, whole * (i + 1) // (batch + 1)) for i in range(batch))
-    return Batch(tokens, labels, places.expand(batch, length), documents, columns)
+    return Batch(tokens, labels, places.expand(batch, length), documents, named)
 
 
-def _context(cfg: Config, mesh: Mesh, stages: Stages) -> Callable[[], Context]:
+def _context(stages: Stages, b: Batch) -> Callable[[], Context]:
     """Return a function that makes the context of a microbatch."""
-    b = typical_batch(cfg, mesh.device)
-    places = torch.arange(b.tokens.shape[1], device=mesh.device) if b.positions is None else b.positions
+    places = torch.arange(b.tokens.shape[1], device=b.tokens.device) if b.positions is None else b.positions
     return lambda: stages.context(b.tokens, b.labels, stages.units.compute, None, places, b.documents, b.columns)
 
 
-def _unseen(cfg: Config, compute: torch.dtype) -> int:
+def _unseen(shapes: LocalShapes, head_dim: int, compute: torch.dtype) -> int:
     """Return the most that PyTorch's attention allocates internally on CPU. Each thread has two tiles of scores (up to
     256 x 512) and one in lower precision. All threads share one gradient of the queries' size, fp32 or wider."""
-    t, m, local = cfg.train, cfg.model, LocalShapes.of(cfg)
-    rows = 256 if t.seq_len >= 768 else 64 if t.seq_len >= 192 else 32
-    tile = rows * min(512, t.seq_len)
+    rows = 256 if shapes.seq_len >= 768 else 64 if shapes.seq_len >= 192 else 32
+    tile = rows * min(512, shapes.seq_len)
     wide = torch.promote_types(compute, torch.float32).itemsize
-    return (3 * torch.get_num_threads() * tile + local.tokens * local.heads * m.head_dim) * wide
+    return (3 * torch.get_num_threads() * tile + shapes.tokens * shapes.heads * head_dim) * wide
 
 
 def _largest(sizes: BlockSizes, mesh: Mesh) -> BlockSizes:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ndtrain.config import ModelConfig
 from ndtrain.mesh.sharding import Layouts
@@ -14,13 +15,12 @@ from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import RecomputePlan, SavedOps
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Stages:
     """The part of the model that this rank computes and holds: one stage, or several.
 
     Attributes:
         models: stage -> its part of the model.
-        segments: stage -> the segments of its part, in order.
         saved_ops: the results that recomputed blocks save in their forward.
         balance: the balance of the model's experts.
         objective: the loss that training minimizes.
@@ -30,7 +30,6 @@ class Stages:
     """
 
     models: dict[int, Transformer]
-    segments: dict[int, list[Segment]]
     units: ShardedUnits
     layouts: Layouts
     placement: Placement
@@ -40,6 +39,11 @@ class Stages:
     notes: list[str] = field(default_factory=list)
     recompute: RecomputePlan = field(default_factory=RecomputePlan)
     capacity: Capacity | None = None
+
+    @cached_property
+    def segments(self) -> dict[int, list[Segment]]:
+        """Stage -> the segments of its part, in order."""
+        return {stage: model.segments() for stage, model in self.models.items()}
 
     @property
     def model(self) -> ModelConfig:

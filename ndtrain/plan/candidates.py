@@ -184,7 +184,7 @@ class Space:
             cfg: the resolved configuration of one of these candidates.
             head: cost of the head, in layers; None: computed here.
         """
-        always = RecomputeOps.of(cfg).always
+        always = RecomputeOps.of(cfg.model, cfg.mesh).always
         by_saved: dict[Any, tuple[str, tuple[str, ...]]] = {}
         for name, kept in self.recomputes():
             by_saved.setdefault(always | set(kept) if name in ("full", "selective") else name, (name, kept))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from ndtrain.arguments import option
-from ndtrain.config import Config, ConfigError
+from ndtrain.config import Config, ConfigError, LocalShapes, OptimConfig
 from ndtrain.mesh.mesh import Mesh, MeshSpec
-from ndtrain.parallel.build import flat_layouts, layouts_of
+from ndtrain.model.objective import make_objective
+from ndtrain.parallel.distribution import Distribution
 from ndtrain.parallel.param_groups import groups_of_shard
-from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute_budget import typical_batch
 from ndtrain.plan import report, steady
 from ndtrain.plan.hardware import Hardware, load_hardware
@@ -100,24 +100,26 @@ def walk(cfg: Config, rank: int, device: str) -> RecordedStep:
     """
     spec, meta = MeshSpec.of(cfg.mesh), torch.device("meta")
     with pretended_world(rank, spec.world_size, device):
-        batches = [typical_batch(cfg, meta) for _ in range(cfg.microbatches)]
+        shapes, columns = LocalShapes.of(cfg), make_objective(cfg.objective).columns
+        batches = [typical_batch(shapes, columns, cfg.data.pack, meta) for _ in range(cfg.microbatches)]
         return record_step(cfg, Mesh(spec, rank, meta), batches, separate_host=device == "cuda")
 
 
 def plan_alike(cfg: Config) -> list[list[int]]:
     """Return the first, a middle and the last rank of each pp coordinate, grouped by equal programs. The first rank of
     a group represents the group."""
-    spec, placement = MeshSpec.of(cfg.mesh), Placement.of(cfg)
+    distribution = Distribution.of(cfg)
+    spec = distribution.mesh
     others = [axis for axis in spec.order if axis != "pp"]
     alike: dict[Hashable, list[int]] = {}
     for pp in range(spec.size("pp")):
         members = spec.members(spec.rank(dict.fromkeys(others, 0) | {"pp": pp}), *others)
         for rank in dict.fromkeys((members[0], members[len(members) // 2], members[-1])):
-            alike.setdefault(_program(cfg, spec, placement, rank), []).append(rank)
+            alike.setdefault(_program(distribution, cfg.optim, rank), []).append(rank)
     return list(alike.values())
 
 
-def _program(cfg: Config, spec: MeshSpec, placement: Placement, rank: int) -> Hashable:
+def _program(distribution: Distribution, optim: OptimConfig, rank: int) -> Hashable:
     """Return a key that is equal for ranks with equal programs.
 
     It holds the pp and the cp coordinate, and for each unit:
@@ -126,17 +128,17 @@ def _program(cfg: Config, spec: MeshSpec, placement: Placement, rank: int) -> Ha
     - how many of the rank's elements it counts in the gradient norm and writes to a checkpoint
     - True if the rank is the first replica
     """
-    coords, layouts = spec.coords(rank), layouts_of(cfg, spec, rank, placement)
-    names = [n for n in layouts.names() if layouts.holds(n)]
+    coords, layouts = distribution.mesh.coords(rank), distribution.layouts(rank)
     units = []
-    for unit in flat_layouts(layouts, names).values():
+    for unit in layouts.flat().values():
         own, groups = unit.own, unit.groups
         counted = [s.stop - s.start for s in unit.slices(*own, lambda t: t.owned)]
-        updated = [(group, s.stop - s.start) for group, s in groups_of_shard(cfg.optim, unit)]
+        updated = [(group, s.stop - s.start) for group, s in groups_of_shard(optim, unit)]
         units.append((unit.numel, own[1] - own[0], tuple(updated), tuple(counted), groups.replica == 0))
     return coords["pp"], coords["cp"], tuple(units)
 
 
 def stages_at(cfg: Config, rank: int) -> tuple[int, ...]:
     """Return the pipeline stages that a rank holds."""
-    return tuple(Placement.of(cfg).schedule.stages_of(MeshSpec.of(cfg.mesh).coords(rank)["pp"]))
+    distribution = Distribution.of(cfg)
+    return tuple(distribution.placement.schedule.stages_of(distribution.mesh.coords(rank)["pp"]))

@@ -95,12 +95,12 @@ class Place:
     def __init__(self, cfg: Config, hardware: Hardware, rates: Rates, costs: ModelCosts | None = None):
         self.cfg, self.hardware, self.rates = cfg, hardware, rates_for(rates, cfg)
         self.costs = costs or ModelCosts.of(cfg)
-        self.recompute_ops = RecomputeOps.of(cfg, self.costs.ops)
+        self.recompute_ops = RecomputeOps.of(cfg.model, cfg.mesh, self.costs.ops)
         self.shapes, self.prices = LocalShapes.of(cfg), Prices(hardware, rates, MeshSpec.of(cfg.mesh))
         self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
         self.microbatches = cfg.microbatches
         self.layers = cfg.model.num_hidden_layers / self.pp
-        self.forwards = 2 if looks_ahead(cfg) else 1
+        self.forwards = 2 if looks_ahead(cfg.model, cfg.moe) else 1
         self.held = _held(cfg, self.costs)
         self.forward_s = self.layers * sum(self._op_seconds.values()) + self._head_seconds
         self.message_s = self.layers * (self._tp_seconds + self._cp_seconds + self._ep_seconds)

@@ -10,6 +10,7 @@ from ndtrain.arguments import ArgumentError, option
 from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config, ConfigError
 from ndtrain.mesh.mesh import MeshSpec
+from ndtrain.parallel.build import state_plan
 from ndtrain.plan.failures import Replicas, Saving, Shares, daly, mtbf_of_all, with_checkpoints, with_replicas, young
 from ndtrain.plan.hardware import Hardware
 
@@ -149,7 +150,7 @@ def cluster_of(cfg: Config, hardware: Hardware, assumed: Assumptions, gpus: int)
     Raises:
         ConfigError: the ranks cannot be divided into equal replicas.
     """
-    world, size = MeshSpec.of(cfg.mesh).world_size, checkpoint_bytes(cfg)
+    world, size = MeshSpec.of(cfg.mesh).world_size, checkpoint_bytes(cfg.model, state_plan(cfg))
     replicas = assumed.replicas or max(1, cfg.mesh.dp)
     if world % replicas:
         raise ConfigError(f"replicas={replicas}: {world} ranks cannot be divided into this number of equal replicas")

@@ -8,6 +8,7 @@ from ndtrain.arguments import option
 from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config, ConfigError
 from ndtrain.mesh.mesh import MeshSpec
+from ndtrain.parallel.build import state_plan
 from ndtrain.plan.drawings import goodput_svg
 from ndtrain.plan.fault_tolerance import DAY, HOUR, Assumptions, Cluster, Plan, above_0, cluster_of, curves_of, plans_of
 from ndtrain.plan.hardware import Hardware, load_hardware
@@ -119,7 +120,7 @@ def as_json(result: Result) -> str:
     """Format everything as JSON, in seconds and shares of 1."""
     body = {
         "options": asdict(result.options),
-        "checkpoint_bytes": checkpoint_bytes(result.cfg),
+        "checkpoint_bytes": checkpoint_bytes(result.cfg.model, state_plan(result.cfg)),
         "cluster": asdict(result.cluster),
         "configured_goodput": result.configured,
         "plans": [asdict(plan) | asdict(bill) for plan, bill in zip(result.plans, result.bills, strict=True)],
@@ -146,11 +147,12 @@ def _assumed(result: Result) -> list[str]:
     """Return lines with the plans' assumptions: failures, a checkpoint, a restart, and the run."""
     cfg, options, cluster = result.cfg, result.options, result.cluster
     tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
+    size = checkpoint_bytes(cfg.model, state_plan(cfg))
     how = "predicted" if options.step_time_s is None else "given"
     return [
         f"{cluster.gpus} ranks of {options.hardware} on {cluster.hosts} hosts: a failure every "
         f"{duration(cluster.mtbf_s)}",
-        f"a checkpoint: {si(checkpoint_bytes(cfg), 'B')}, {duration(cluster.write_s)} to storage, "
+        f"a checkpoint: {si(size, 'B')}, {duration(cluster.write_s)} to storage, "
         f"{duration(cluster.copy_s)} to host memory",
         f"a restart: {duration(result.plans[0].restart_s)}: detect {duration(options.detect_s)}, reschedule "
         f"{duration(options.reschedule_s)}, load {duration(cluster.load_s)}",

@@ -99,7 +99,7 @@ def fastest(launches: Sequence[CaseTimes]) -> CaseTimes:
 def time_case(cfg: Config, mesh: Mesh, steps: int) -> CaseTimes:
     """Time a configuration's steps, alternately operator by operator and as a whole."""
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, batches, clock = TrainingStep(cfg, mesh, stages), batches_of(cfg, mesh, 0), Clock(mesh.device)
     times, of_passes, of_updates = CaseTimes(steps), KernelTimes(clock), KernelTimes(clock)
     for i in range(WARM_UP):

@@ -29,7 +29,8 @@ from ndtrain.model import Context, params
 from ndtrain.model.transformer import BLOCKS, is_sparse
 from ndtrain.parallel import compile_choice
 from ndtrain.parallel.build import DTYPES, build_stages
-from ndtrain.parallel.pp import Pipeline, Placement
+from ndtrain.parallel.distribution import Distribution
+from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.recompute import RecomputeGroup, RecomputeOps, needs_saved_ops
 from ndtrain.parallel.recompute_budget import typical_batch
 from ndtrain.parallel.stages import Stages
@@ -64,7 +65,7 @@ class Recorded(NamedTuple):
 def compiles(cfg: Config, device: str) -> bool:
     """Return True if a run on devices of this kind compiles its blocks."""
     with meta_stands_for(device):
-        return compile_choice.compiles(cfg, torch.device("meta"))
+        return compile_choice.compiles(cfg.train, cfg.model, MeshSpec.of(cfg.mesh), torch.device("meta"))
 
 
 class Fresh(NamedTuple):
@@ -97,13 +98,13 @@ def reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
         blocks: number of blocks of each kind in the model. Blocks without experts come first.
     """
     small = cfg.unfrozen()
-    splits = Placement.of(cfg).schedule.splits_backward
+    splits = Distribution.of(cfg).placement.schedule.splits_backward
     mesh, m, t = small.mesh, small.model, small.train
     small.run, small.optim, small.checkpoint = RunConfig(), OptimConfig(), CheckpointConfig()
     small.logger, small.data = LoggerConfig(), DataConfig(pack=cfg.data.pack)
     small.resume, small.init_from, small.moe.upcycle, small.callbacks, m.name = "none", None, False, {}, ""
     small.schedule = ScheduleConfig(name="zb_h1" if splits else "1f1b", chunks=1)
-    small.recompute = RecomputeConfig(name="selective" if needs_saved_ops(cfg) else "none")
+    small.recompute = RecomputeConfig(name="selective" if needs_saved_ops(cfg.recompute) else "none")
     m.tie_word_embeddings = m.tie_word_embeddings and mesh.pp == 1
     sparse = sum(is_sparse(m, i) for i in range(m.num_hidden_layers))
     mixed = 0 < sparse < m.num_hidden_layers
@@ -169,7 +170,8 @@ def _record(
     for name in stages.units.units:
         stages.units.unshard(name)
     scale = torch.ones((), dtype=torch.float64, device=mesh.device)
-    batches = [typical_batch(cfg, mesh.device) for _ in range(cfg.microbatches)]
+    shapes, columns = LocalShapes.of(cfg), stages.objective.columns
+    batches = [typical_batch(shapes, columns, cfg.data.pack, mesh.device) for _ in range(cfg.microbatches)]
     made = [contexts(stages, [batch], lambda: scale) for batch in batches[:-1]]
     before = log.now
     made.append(contexts(stages, batches[-1:], lambda: scale))
@@ -215,7 +217,7 @@ class _Stepper(Executor):
         )
         self.kinds = [layer.kind for layer in layers]
         first = [self.kinds.index(kind) for kind in BLOCKS if kind in self.kinds]
-        ops = RecomputeOps.of(cfg)
+        ops = RecomputeOps.of(cfg.model, cfg.mesh)
         recomputed = [group for at in first for group in _recompute_groups(groups, at, ops)]
         super().__init__(layers, stages, pipeline, recomputed)
         self.log, self.fresh, self.pieces = log, fresh, dict[Variant, Piece]()

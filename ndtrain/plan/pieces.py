@@ -9,7 +9,7 @@
 The executor runs a small model of a few layers on the meta device, as one rank of a mesh of tp and cp
 (`piece_recording.py`). A caller has to know what the pieces leave out:
 
-- Gathers, reductions and the optimizer are not part of a piece. `parallel/build.flat_layouts` returns the number of
+- Gathers, reductions and the optimizer are not part of a piece. `Layouts.flat` returns the number of
   elements of each unit on a rank, `update_bytes` the optimizer's memory traffic per element of its shard.
 - `kept_bytes` includes a layer's output, because the next layer reads it. Two tensors are exceptions: the output of a
   stage's last layer is sent and freed, and the input of its first layer is received. Each has `boundary_bytes`, and so
@@ -127,10 +127,10 @@ def _groups(cfg: Config) -> tuple[tuple[Save, ...], ...]:
     Three blocks represent longer groups as well: a first block, a last block, and the others. In a forward before the
     step, a block keeps as little as a recomputed block that saves nothing.
     """
-    r, ahead = cfg.recompute, [(NOTHING,)] if looks_ahead(cfg) else []
+    r, ahead = cfg.recompute, [(NOTHING,)] if looks_ahead(cfg.model, cfg.moe) else []
     if r.name == "none":
         return ((None,), *ahead)
-    save = RecomputeOps.of(cfg).always | frozenset(r.keep if r.name == "selective" else ())
+    save = RecomputeOps.of(cfg.model, cfg.mesh).always | frozenset(r.keep if r.name == "selective" else ())
     most = min(3, blocks_a_group(cfg.model.num_hidden_layers, r))
     return tuple(dict.fromkeys([*((save,) * n for n in range(1, most + 1)), *ahead]))
 

@@ -190,7 +190,7 @@ class StepPlan:
         """FLOPs per token as in `model.flops`, including the recompute of all blocks."""
         skipped = Counter(ops for rank in self.program.ranks for ops in rank.skipped_ops)
         of = partial(hardware_flops_per_token, self.cfg.model, self.cfg.train.seq_len)
-        ahead = looks_ahead(self.cfg)
+        ahead = looks_ahead(self.cfg.model, self.cfg.moe)
         return sum(times * of([ops], look_ahead=ahead) for ops, times in skipped.items()) / skipped.total()
 
 

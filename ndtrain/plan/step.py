@@ -131,9 +131,9 @@ def record_step(
         at_peak=peak.kinds,
         flops=dict(recording.flops),
         traffic=traffic_of(collectives),
-        checkpoint=checkpoint_size(stages, cfg),
+        checkpoint=checkpoint_size(stages, cfg.checkpoint.max_file_bytes),
         attention=next(iter(stages.models.values())).kernel or "",
-        compiled=compiles(cfg, mesh.device),
+        compiled=compiles(cfg.train, cfg.model, mesh.spec, mesh.device),
         seconds=time.perf_counter() - began,
     )
     return RecordedStep(record, recording.windows)
@@ -150,9 +150,9 @@ def traffic_of(collectives: Sequence[CollectiveRecord]) -> tuple[Traffic, ...]:
     return tuple(Traffic(axis, op, counts[axis, op], sizes[axis, op]) for axis, op in sorted(counts))
 
 
-def checkpoint_size(stages: Stages, cfg: Config) -> CheckpointSize:
+def checkpoint_size(stages: Stages, max_file_bytes: int) -> CheckpointSize:
     """Return the number and bytes of a checkpoint's files, and this rank's share."""
-    files = [f for planned in plans_of(stages, cfg).values() for f in planned]
+    files = [f for planned in plans_of(stages, max_file_bytes).values() for f in planned]
     parts = [part for of_stem in parts_of(stages.units.plan).values() for part in of_stem]
     own = sum(s.rows.numel * part.dtype.itemsize for part in parts for s in slices_of(stages, part, owned_only=True))
     return CheckpointSize(len(files), sum(f.size for f in files), own)

@@ -14,11 +14,11 @@ import torch
 
 from ndtrain.config import Config
 from ndtrain.config.schema import resolved
-from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.model import Segment, Transformer
 from ndtrain.model.transformer import BLOCKS
 from ndtrain.parallel.balance import looks_ahead
-from ndtrain.parallel.build import flat_layouts, layouts_of, linear_in_graph, state_plan
+from ndtrain.parallel.build import linear_in_graph, state_plan
+from ndtrain.parallel.distribution import Distribution
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, RecomputeOps, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import StatePlan
@@ -108,13 +108,13 @@ class StepProgram:
         Raises:
             ConfigError: the optimizer does not support `optim.offload`.
         """
-        placement = Placement.of(cfg)
+        distribution = Distribution.of(cfg)
+        placement, layouts = distribution.placement, distribution.layouts(0)
         plan = replace(state_plan(cfg), sharded_spec=True)  # ranks that own whole tensors hold about the same amount
-        layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), 0, placement)
-        names = [name for name in layouts.names() if layouts.is_along_ep(name)]
-        units = {name: UnitFacts.of(f, plan) for name, f in flat_layouts(layouts, names).items()}
-        in_graph = compiled and linear_in_graph(cfg, placement)
-        ahead = forwards(placement.schedule) if looks_ahead(cfg) else None
+        flat = layouts.flat(filter(layouts.is_along_ep, layouts.names()))
+        units = {name: UnitFacts.of(f, plan) for name, f in flat.items()}
+        in_graph = compiled and linear_in_graph(distribution, cfg.recompute)
+        ahead = forwards(placement.schedule) if looks_ahead(cfg.model, cfg.moe) else None
         ranks = _shared(_Ranks(cfg, placement, units, in_graph, device == "cuda", ahead))
         return cls(placement.schedule, ranks.look_ahead, plan, units, ranks)
 
@@ -154,7 +154,7 @@ class _Ranks(Sequence[RankPlan]):
 
     @cached_property
     def experts(self) -> Experts:
-        return Experts.of(self.cfg)
+        return Experts.of(self.cfg.model, self.cfg.moe)
 
     @cached_property
     def _segments(self) -> dict[int, list[Segment]]:
@@ -164,7 +164,7 @@ class _Ranks(Sequence[RankPlan]):
     def _facts(self) -> str:
         summed = lambda u: (u.axes, u.replica_axes, u.shard, u.grad_width) if u.replicas > 1 else ()
         units = [(name, u.residency, u.shards > 1, summed(u), u.tp_replicated > 0) for name, u in self.units.items()]
-        saved = sorted(RecomputeOps.of(self.cfg).always)
+        saved = sorted(RecomputeOps.of(self.cfg.model, self.cfg.mesh).always)
         ahead = self.look_ahead is not None
         how = self.in_graph, self.in_place, ahead, self.experts
         return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, how))
@@ -212,7 +212,7 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
     schedule, ahead = step.placement.schedule, step.look_ahead
     layers = line_up({stage: step._segments[stage] for stage in schedule.stages_of(rank)}, schedule.stages - 1)
     kinds = [layer.kind for layer in layers]
-    ops = RecomputeOps.of(step.cfg)
+    ops = RecomputeOps.of(step.cfg.model, step.cfg.mesh)
     groups = _recompute_groups(step.cfg, layers, ops)
     held = {u for layer in layers for u in layer.units}
     units = {name: facts for name, facts in step.units.items() if name in held}

@@ -13,6 +13,7 @@ import numpy as np
 from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config
+from ndtrain.parallel.build import state_plan
 from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, bytes_of, per_second, slow, usual_rate
 
@@ -35,7 +36,7 @@ def planned_bytes(cfg: Config, folder: Path) -> int:
     if cfg.checkpoint.keep_every:
         count += cfg.train.steps // cfg.checkpoint.keep_every
     there = sum(p.stat().st_size for step in list_checkpoints(folder) for p in step.rglob("*") if p.is_file())
-    return max(0, count * checkpoint_bytes(cfg) - there)
+    return max(0, count * checkpoint_bytes(cfg.model, state_plan(cfg)) - there)
 
 
 def probe_space(context: RankContext) -> Findings:
@@ -52,7 +53,7 @@ def _existing(path: Path) -> Path:
 
 
 def check_space(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
-    planned, one = by_rank[0]["planned"], bytes_of(checkpoint_bytes(cfg))
+    planned, one = by_rank[0]["planned"], bytes_of(checkpoint_bytes(cfg.model, state_plan(cfg)))
     short = {
         r: f"{f['folder']} has {bytes_of(f['free'])} free: free some, lower checkpoint.keep={cfg.checkpoint.keep}, "
         "or set run.dir"

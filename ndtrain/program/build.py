@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ndtrain.config import Config
+from ndtrain.config import ModelConfig, MoEConfig
 from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, UnitGroups
 from ndtrain.model.transformer import sparse_layers
 from ndtrain.parallel.grad_sums import BUCKET_BYTES
@@ -98,12 +98,9 @@ class Experts(NamedTuple):
     capacity: bool = False
 
     @classmethod
-    def of(cls, cfg: Config) -> "Experts":
-        return cls(
-            loads=bool(sparse_layers(cfg.model)),
-            biases=cfg.moe.balance == "bias" and bool(sparse_layers(cfg.model)),
-            capacity=cfg.moe.capacity is not None,
-        )
+    def of(cls, m: ModelConfig, moe: MoEConfig) -> "Experts":
+        loads = bool(sparse_layers(m))
+        return cls(loads, biases=loads and moe.balance == "bias", capacity=moe.capacity is not None)
 
 
 NO_EXPERTS = Experts()

@@ -13,8 +13,9 @@ from ndtrain import checkpoint
 from ndtrain.checkpoint import State
 from ndtrain.data import Sequences, microbatches, rows_of
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.mesh.sharding import BATCH_AXES
-from ndtrain.parallel.build import initialise, sequence_sharding
+from ndtrain.parallel.build import initialise
 from tests.lib.helpers import tensor_bytes
 from tests.lib.parity import FP64
 from tests.lib.ranks import run_ranks
@@ -68,7 +69,7 @@ class Training(RankStages):
 
     def steps(self, step: TrainingStep, after: State, number_of: int) -> list[Row]:
         """Some steps after a state. Only the state determines their data."""
-        t, sharding, mesh, reported = self.cfg.train, sequence_sharding(self.cfg), self.mesh, []
+        t, sharding, mesh, reported = self.cfg.train, SequenceSharding.of(self.cfg), self.mesh, []
         sequences = Sequences(TOKENS, t.seq_len, after.order["train.global_batch"], after.order["run.seed"], True)
         rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
         for number in range(after.step + 1, after.step + 1 + number_of):
@@ -86,7 +87,7 @@ def digest(tokens: np.ndarray) -> str:
 def write(overrides: list[str], folder: str) -> list[Row]:
     """On one rank: the first steps, from the seed, and a checkpoint of the last."""
     run = Training.of(overrides)
-    initialise(run.stages, run.cfg)
+    initialise(run.stages, run.cfg.run.seed)
     reported = run.steps(TrainingStep(run.cfg, run.mesh, run.stages), State(0, 0, ORDER), SAVED)
     state = State(SAVED, 123, ORDER, 0, {"at": [1, 2]})
     checkpoint.save(Path(folder), run.stages, run.mesh, run.cfg, state)
@@ -96,7 +97,7 @@ def write(overrides: list[str], folder: str) -> list[Row]:
 def straight_on() -> list[Row]:
     """In one process: all steps, as one microbatch."""
     run = Training.of(["train.micro_batch=16"])
-    initialise(run.stages, run.cfg)
+    initialise(run.stages, run.cfg.run.seed)
     step = TrainingStep(run.cfg, run.mesh, run.stages)
     return run.steps(step, State(0, 0, ORDER), SAVED + 1)
 

@@ -11,7 +11,7 @@ import torch
 from ndtrain.checkpoint.__main__ import main as checkpoint_command
 from ndtrain.checkpoint.companions import read_companions
 from ndtrain.config import ConfigError
-from ndtrain.engine import setup
+from ndtrain.engine.start import _companions
 from ndtrain.model.families.hf_config import from_hf, read_hf_config, to_hf
 from ndtrain.train import main
 from tests.lib.chat_folders import STYLES, write_model_folder
@@ -126,7 +126,7 @@ def test_what_is_resumed_counts_more_than_init_from(corpus, tmp_path):
 def test_rank_0_alone_reads_them(tmp_path):
     write_model_folder(tmp_path, "qwen3")
     cfg = SimpleNamespace(model=from_hf(read_hf_config(tmp_path)))
-    read = lambda rank: setup._companions(tmp_path, cfg, SimpleNamespace(rank=rank, background=None)).files
+    read = lambda rank: _companions(tmp_path, cfg, SimpleNamespace(rank=rank, background=None)).files
     assert "NOTICE" in read(0) and read(1) == {}
 
 

@@ -26,7 +26,8 @@ from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.observe import peak_memory_bytes, reset_peak_memory
-from ndtrain.parallel.build import Stages, build_stages, initialise, layouts_of
+from ndtrain.parallel.build import Stages, build_stages, initialise
+from ndtrain.parallel.distribution import Distribution
 from tests.lib.disks import tmpfs
 from tests.lib.helpers import flip, tensor_bytes, wait_for
 from tests.lib.parity import SHAPE, make_batches
@@ -47,7 +48,7 @@ class Training(RankStages):
     @classmethod
     def of(cls, *overrides: str, background: bool = False) -> "Training":
         run = cls.build([*SMALL, *overrides, f"checkpoint.async_save={background}"])
-        initialise(run.stages, run.cfg)
+        initialise(run.stages, run.cfg.run.seed)
         for i, x in enumerate(buffers(run.stages)):
             x.add_(i / 1000)
         return run
@@ -366,7 +367,7 @@ def test_rows_and_runs_are_the_elements_of_the_shard(mesh):
     cfg = resolve(cfg, cfg.mesh.tp * cfg.mesh.fsdp)
     spec, draw = MeshSpec.of(cfg.mesh), torch.Generator().manual_seed(0)
     for rank in range(spec.world_size):
-        layouts = layouts_of(cfg, spec, rank)
+        layouts = Distribution.of(cfg).layouts(rank)
         for tensor in map(layouts.__getitem__, layouts.names()):
             for _ in range(20):
                 start, stop = sorted(torch.randint(0, tensor.local_numel + 1, (2,), generator=draw).tolist())
@@ -391,7 +392,7 @@ def save_large(folder: str, world: int) -> None:
     run = config_of(Options(ranks=world, megabytes=330))
     mesh = Mesh(MeshSpec.of(run.mesh), world_from_env()[0], torch.device("cpu"))
     stages = build_stages(run, mesh)
-    initialise(stages, run)
+    initialise(stages, run.run.seed)
     checkpoint.save(Path(folder), stages, mesh, run, State(1, 0, {}))
 
 

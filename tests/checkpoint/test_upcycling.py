@@ -74,7 +74,7 @@ def start(overrides: list[str]) -> tuple[Run, list[tuple], int]:
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages, elements = build_stages(cfg, mesh), []
     with patch.object(Reader, "read", autospec=True, side_effect=counted(elements)):
-        checkpoint.load_start(cfg, stages, mesh)
+        checkpoint.load_start(Path(cfg.init_from), stages, mesh, cfg.run.seed if cfg.moe.upcycle else None)
     pieces = list(owned(stages, "weight", lambda u: u.master))
     report = TrainingStep(cfg, mesh, stages).run(1, make_batches(cfg, mesh, 1, "none")).wait()
     return Run([report.loss], [report.grad_norm]), pieces, sum(elements)

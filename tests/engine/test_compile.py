@@ -43,7 +43,7 @@ def count_graphs(overrides: list[str], backend: str) -> tuple[list[int], list[st
     cfg = resolve(load_config([*SMALL, COMPILE, "train.steps=5", *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, evaluation = TrainingStep(cfg, mesh, stages), Evaluation(cfg, mesh, stages)
     graphs = []
     for number in range(1, 6):
@@ -103,7 +103,7 @@ def weight_gradients_in_graphs(overrides: list[str], by_autograd: bool) -> tuple
     cfg = resolve(load_config([*SMALL, COMPILE, *ONE_STEP, *overrides]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     matrices = [p.shape for model in stages.models.values() for p in model.parameters() if p.ndim == 2]
     shapes = {shape for m, n in matrices for shape in ((m, n), (n, m))}
     TrainingStep(cfg, mesh, stages).run(1, make_batches(cfg, mesh, 1, "none")).wait()

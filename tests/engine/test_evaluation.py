@@ -15,10 +15,11 @@ from ndtrain.data.token_array import Packing
 from ndtrain.data.validation import ValidationSet
 from ndtrain.engine.train_step import Evaluation, TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model import Transformer
 from ndtrain.model.vocabulary import IGNORE
-from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
+from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.schedule import NAMES, build, forwards
 from ndtrain.train import main
 from tests.lib.helpers import arguments, rank_main, refusal, rows, tensor_bytes, write_corpus
@@ -59,7 +60,7 @@ def build_all(overrides: list[str]):
     cfg = resolve(load_config([*RUN, *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     return cfg, mesh, stages
 
 
@@ -67,7 +68,7 @@ def evaluate(cfg: Config, mesh: Mesh, evaluation: Evaluation) -> float:
     t, packing = cfg.train, Packing(EOS) if cfg.data.pack else None
     held = ValidationSet(held_out(cfg), t.seq_len, t.global_batch)
     mine = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    batches = lambda i: microbatches(held, i, mine, t.micro_batch, sequence_sharding(cfg), mesh.index("cp"), packing)
+    batches = lambda i: microbatches(held, i, mine, t.micro_batch, SequenceSharding.of(cfg), mesh.index("cp"), packing)
     return evaluation.run([held.readable(b) for b in batches(i)] for i in range(held.passes)).loss
 
 

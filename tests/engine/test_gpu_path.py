@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ndtrain.config import ConfigError, load_config, resolve, world_from_env
+from ndtrain.config import Config, ConfigError, LocalShapes, load_config, resolve, world_from_env
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.host_device import upload
 from ndtrain.mesh.mesh import Mesh, MeshSpec
@@ -16,7 +16,7 @@ from ndtrain.model.attention.kernels import GPU_KERNELS
 from ndtrain.model.attention.scores import Scores
 from ndtrain.model.attention.tiles import SequenceSlice, tiles
 from ndtrain.parallel.build import build_stages, initialise
-from ndtrain.parallel.kernel_choice import Shape, choose_kernel, sample_documents, seconds
+from ndtrain.parallel.kernel_choice import Measure, Shape, choose_kernel, sample_documents, seconds
 from tests.lib.parity import make_batches
 from tests.lib.ranks import run_ranks
 from tests.parallel.test_parity_tp_cp import MODEL
@@ -55,7 +55,7 @@ def steady_steps(several: list[list[str]], device: str = "cpu") -> list[float]:
         cfg = resolve(load_config([*MODEL, "train.micro_batch=4", *overrides]), world)
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device(device))
         stages = build_stages(cfg, mesh)
-        initialise(stages, cfg)
+        initialise(stages, cfg.run.seed)
         step = TrainingStep(cfg, mesh, stages)
         for number in (1, 2):
             step.run(number, [b.to(mesh.device) for b in make_batches(cfg, mesh, number, "uneven")]).wait()
@@ -130,11 +130,21 @@ TIMES = (
 )
 
 
+def shape_of(cfg: Config) -> Shape:
+    return Shape.of(cfg.model, LocalShapes.of(cfg), cfg.data.pack, torch.bfloat16)
+
+
+def chosen(cfg: Config, mesh: Mesh, measure: Measure) -> tuple[str, str]:
+    return choose_kernel(cfg.hardware.attention, shape_of(cfg), mesh, measure)
+
+
 def choice(overrides: list[str]) -> tuple[str, str]:
     rank, _, world = world_from_env()
     cfg = resolve(load_config([*BF16, *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-    return choose_kernel(cfg, mesh, torch.bfloat16, lambda name, shape, device: TIMES[rank][name] / 1e3)
+    return choose_kernel(
+        cfg.hardware.attention, shape_of(cfg), mesh, lambda name, shape, device: TIMES[rank][name] / 1e3
+    )
 
 
 def test_ranks_choose_the_kernel_that_is_fastest_together():
@@ -167,7 +177,9 @@ def test_kernels_are_tried_on_what_the_run_computes(name):
     tried = {}
     cfg = resolve(load_config([*BF16, *overrides]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
-    choose_kernel(cfg, mesh, torch.bfloat16, lambda name, shape, device: tried.setdefault(name, shape) and 1.0)
+    choose_kernel(
+        cfg.hardware.attention, shape_of(cfg), mesh, lambda name, shape, device: tried.setdefault(name, shape) and 1.0
+    )
     assert list(tried) == names
     for shape in tried.values():
         m, scores = cfg.model, shape.scores
@@ -180,12 +192,12 @@ def test_a_kernel_that_does_not_run_is_an_error():
     cfg = resolve(load_config([*BF16, "hardware.attention=flash"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"hardware\.attention=flash does not run on this GPU"):
-        choose_kernel(cfg, mesh, torch.bfloat16, lambda *_: float("inf"))
+        chosen(cfg, mesh, lambda *_: float("inf"))
 
 
 def test_what_is_measured_is_what_a_rank_computes():
     overrides = ["mesh.cp=4", "cp.ulysses=2", "mesh.tp=2", "train.seq_len=32", "data.pack=true"]
-    shape = Shape.of(resolve(load_config([*BF16, *overrides]), 8), torch.bfloat16)
+    shape = shape_of(resolve(load_config([*BF16, *overrides]), 8))
     scores = Scores(documents=sample_documents(4, 16))
     assert shape == Shape(B=4, T=16, N=2, K=1, D=4, dtype=torch.bfloat16, in_tiles=True, scores=scores)
 

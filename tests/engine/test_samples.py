@@ -37,7 +37,7 @@ def sampled(overrides: list[str]) -> list[list[int]]:
     cfg = resolve(load_config([*RUN, *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     return Sampler(cfg, mesh, stages, len(PROMPTS)).run(PROMPTS, NEW, None, 0.0, 0)
 
 
@@ -45,8 +45,8 @@ def plain(overrides: list[str]) -> list[list[int]]:
     """One process that holds the whole model, one forward for each token."""
     cfg = resolve(load_config([*RUN, *overrides]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
-    stages = build_stages(cfg, mesh, weights_only(cfg))
-    initialise(stages, cfg)
+    stages = build_stages(cfg, mesh, weights_only(cfg.mesh.zero, cfg.precision))
+    initialise(stages, cfg.run.seed)
     model = stages.models[0]
     assert isinstance(model, Transformer)
     texts = [list(p) for p in PROMPTS]

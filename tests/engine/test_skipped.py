@@ -58,7 +58,7 @@ def steps(overrides: list[str], plan: list[tuple[int, int]], kind: str, bad: tup
     cfg = resolve(load_config([*RUN, *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, now = TrainingStep(cfg, mesh, stages), [0]
     spoil(step, kind, now, bad)
     skipped, states = [], [state(stages)]
@@ -99,7 +99,7 @@ def test_the_average_of_the_weights():
     cfg = resolve(load_config([*RUN, *FP64]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, units = TrainingStep(cfg, mesh, stages), list(stages.units.units.values())
     expected = [u.master.clone() for u in units]
     for number in (1, 2, 3):

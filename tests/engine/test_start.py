@@ -10,7 +10,7 @@ import pytest
 from ndtrain.checkpoint import State
 from ndtrain.config import ConfigError, load_config, resolve
 from ndtrain.data import open_data
-from ndtrain.engine.setup import _chosen
+from ndtrain.engine.resume import _chosen
 from ndtrain.optim.lr_schedule import idle_steps
 from ndtrain.train import main
 from tests.data.test_data import config as data_config

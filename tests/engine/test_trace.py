@@ -59,7 +59,7 @@ def rank_traces(overrides: list[str], steps: int) -> list[Trace | None]:
     cfg = resolve(load_config(overrides), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, traces = TrainingStep(cfg, mesh, stages), []
     for number in range(1, 3 + steps):
         batches = make_batches(cfg, mesh, number, "none")

@@ -52,7 +52,7 @@ class Training:
         self.cfg = resolve(load_config([*SMALL, *overrides]), 1)
         self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), 0, torch.device(device, 0 if device == "cuda" else None))
         self.stages = build_stages(self.cfg, self.mesh)
-        initialise(self.stages, self.cfg)
+        initialise(self.stages, self.cfg.run.seed)
         self.step = TrainingStep(self.cfg, self.mesh, self.stages)
         self.number = 0
 

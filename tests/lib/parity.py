@@ -11,10 +11,11 @@ from ndtrain.data import Batch, Tokens, microbatches, rows_of
 from ndtrain.data.token_array import Packing
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model.objective import column_names
 from ndtrain.model.vocabulary import IGNORE
-from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
+from ndtrain.parallel.build import build_stages, initialise
 from tests.lib.program_launches import compared
 from tests.lib.ranks import run_ranks
 
@@ -96,7 +97,7 @@ class RandomRows(Tokens):
 
 def make_batches(cfg: Config, mesh: Mesh, step: int, mask: str) -> list[Batch]:
     """This rank's microbatches of random tokens, sharded over cp."""
-    t, sharding, part = cfg.train, sequence_sharding(cfg), mesh.index("cp")
+    t, sharding, part = cfg.train, SequenceSharding.of(cfg), mesh.index("cp")
     rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
     packing = Packing(EOS) if cfg.data.pack else None
     batches = microbatches(
@@ -120,7 +121,7 @@ def rank_run(
     cfg = resolve(load_config(overrides), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step = TrainingStep(cfg, mesh, stages)
     run, pieces = Run(), []
     update = step.optimizer.step

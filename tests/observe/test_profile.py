@@ -47,7 +47,7 @@ def table_of_a_step(overrides: list[str], steps: int = 2) -> Table:
     cfg = resolve(load_config([*SHAPE, *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, CPU)
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, batches = TrainingStep(cfg, mesh, stages), make_batches(cfg, mesh, 1, "none")
     return record(lambda: step.run(1, batches).wait(), steps, CPU)
 

@@ -14,7 +14,8 @@ from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model.init import standard_normal
 from ndtrain.optim import TensorSlice
 from ndtrain.optim.rounding import Place, draw, element_index, halves, keys, round_to_bf16
-from ndtrain.parallel.build import build_stages, initialise, layouts_of
+from ndtrain.parallel.build import build_stages, initialise
+from ndtrain.parallel.distribution import Distribution
 from ndtrain.parallel.grad_stats import GradStats
 from tests.lib.helpers import tensor_bytes
 from tests.lib.parity import SHAPE, Run, assemble, distance, make_batches, rank_state, train
@@ -62,7 +63,7 @@ def test_draws_do_not_repeat():
 def test_an_element_knows_its_place(tp):
     cfg = resolve(load_config([*MODEL, f"mesh.tp={tp}"]), tp)
     for rank in range(tp):
-        layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), rank)
+        layouts = Distribution.of(cfg).layouts(rank)
         for name in layouts.names():
             start, stop = layouts[name].local_numel // 3, layouts[name].local_numel - 1
             t = layouts[name]
@@ -86,7 +87,7 @@ def rank_updates(overrides: list[str]) -> tuple[Run, list[tuple]]:
     cfg = resolve(load_config([*MODEL, *batch, BF16, "optim.lr_mult={*.down_proj.weight:4}", *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     optimizer = TrainingStep(cfg, mesh, stages).optimizer
     for step in (1, 2, 3):
         for unit in stages.units.units.values():
@@ -140,7 +141,7 @@ def losses(*overrides: str, steps: int = 50) -> tuple[list[float], TrainingStep]
     cfg = resolve(load_config([*run, *overrides]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step = TrainingStep(cfg, mesh, stages)
     return [step.run(i, make_batches(cfg, mesh, 1 + i % 3, "none")).wait().loss for i in range(1, steps + 1)], step
 
@@ -178,7 +179,7 @@ def save_or_resume(overrides: list[str], source: Path | None, folder: Path) -> N
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
     if source is None:
-        initialise(stages, cfg)
+        initialise(stages, cfg.run.seed)
         step = TrainingStep(cfg, mesh, stages)
         for i in (1, 2):
             step.run(i, make_batches(cfg, mesh, i, "none")).wait()

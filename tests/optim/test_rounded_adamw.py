@@ -172,7 +172,7 @@ def test_at_most_two_calls_a_unit(compiled, monkeypatch):
     cfg = resolve(load_config([*MODEL, "optim.state_dtype=bf16", "train.micro_batch=1"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     calls = []
     monkeypatch.setattr(rounded_adamw, "compiled_update", lambda: lambda *args: calls.append(args[0].numel()))
     optimizer = TrainingStep(cfg, mesh, stages).optimizer

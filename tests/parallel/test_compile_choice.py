@@ -19,7 +19,8 @@ NO_COMPILER = {"CXX": "no-such-compiler"}
 def choice(*overrides: str, trains: bool = True) -> tuple[bool, str]:
     rank, _, world = world_from_env()
     cfg = resolve(load_config(list(overrides)), world)
-    return choose_compile(cfg, Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu")), trains)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
+    return choose_compile(cfg.train, cfg.model, mesh, trains)
 
 
 def test_the_users_word_decides():
@@ -45,11 +46,11 @@ def test_long_runs_on_a_cpu_are_if_there_is_a_compiler():
 
 def test_what_a_long_run_is():
     cfg = resolve(load_config(["recipe=llama_debug", "train.steps=1000"]), 1)
-    steps = int(1000 * LONG_RUN / rank_flops(cfg)) + 1
+    steps = int(1000 * LONG_RUN / rank_flops(cfg.train, cfg.model, MeshSpec.of(cfg.mesh))) + 1
     with mock.patch.object(compile_choice.shutil, "which", lambda name: name):
         for more, on in ((0, True), (-2, False)):
             longer = resolve(load_config(["recipe=llama_debug", f"train.steps={steps + more}"]), 1)
-            assert compiles(longer, torch.device("cpu")) is on
+            assert compiles(longer.train, longer.model, MeshSpec.of(longer.mesh), torch.device("cpu")) is on
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_gpu_with_triton(installed, capability, on):
         mock.patch.object(compile_choice.importlib.util, "find_spec", lambda name: object() if installed else None),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability),
     ):
-        assert compiles(cfg, torch.device("cuda", 0)) is on
+        assert compiles(cfg.train, cfg.model, MeshSpec.of(cfg.mesh), torch.device("cuda", 0)) is on
 
 
 def one_rank_without() -> tuple[bool, str]:

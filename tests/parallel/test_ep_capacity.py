@@ -163,14 +163,13 @@ def exchanged(seed: int) -> tuple[bool, bool, bool]:
     choices, tokens = draw.randint(1, experts), draw.randint(1, 20)
     factor = draw.choice([1, 1.3, 2, 4, experts / choices])
     model = SimpleNamespace(num_experts=experts, num_experts_per_tok=choices)
-    cfg = SimpleNamespace(model=model, moe=SimpleNamespace(capacity=factor))
 
     def of_rank(group) -> tuple[bool, bool]:
         generator = torch.Generator().manual_seed(100 * seed + group.rank())
         chosen_NK = torch.rand(tokens, experts, generator=generator).topk(choices).indices
         counts_X, rows = Permutation.of(chosen_NK, experts).counts, tokens * choices
         x_ME = torch.randn(rows, 3, dtype=torch.float64, generator=generator)
-        capacity = ep_capacity.Capacity(cfg, SimpleNamespace(device=torch.device("cpu")))
+        capacity = ep_capacity.Capacity(model, factor, SimpleNamespace(device=torch.device("cpu")))
         factors = [float(1 + group.rank() * each + x) for x in range(each)]
         uneven = there_and_back(ep.ExpertExchange(group, parts, SavedOps(), counts_X, rows), x_ME, factors)
         fixed = ep_capacity.FixedExchange(capacity, group, parts, SavedOps(), counts_X, rows)
@@ -231,7 +230,7 @@ def counted_waits() -> Iterator[Counter[str]]:
 def built(overrides: list[str]) -> tuple[RankStages, TrainingStep]:
     """This rank's part of a model with experts, and its training step."""
     run = RankStages.build([*MODEL, *MODELS["qwen2-moe"], EIGHT, *TWO, *overrides])
-    initialise(run.stages, run.cfg)
+    initialise(run.stages, run.cfg.run.seed)
     return run, TrainingStep(run.cfg, run.mesh, run.stages)
 
 

@@ -12,7 +12,8 @@ from ndtrain.config import Config, ConfigError, load_config, resolve
 from ndtrain.data import microbatches
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
-from ndtrain.parallel.build import build_stages, initialise, sequence_sharding
+from ndtrain.mesh.sequence_sharding import SequenceSharding
+from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.linear import fp8
 from ndtrain.parallel.linear.accumulator import GradAccumulator, register
 from ndtrain.parallel.linear.comm import Gathered
@@ -220,9 +221,9 @@ def losses(precision: str, steps: int) -> np.ndarray:
     cfg = resolve(load_config([*MODEL, *LEARNING, f"train.steps={steps}", f"precision.compute={precision}"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, rows = TrainingStep(cfg, mesh, stages), range(cfg.train.global_batch)
-    batches = lambda i: microbatches(Chain(cfg), i, rows, cfg.train.micro_batch, sequence_sharding(cfg), 0, None)
+    batches = lambda i: microbatches(Chain(cfg), i, rows, cfg.train.micro_batch, SequenceSharding.of(cfg), 0, None)
     return np.array([step.run(i, batches(i)).wait().loss for i in range(1, steps + 1)])
 
 
@@ -251,7 +252,7 @@ def weights_in_fp8(overrides: list[str]) -> set[tuple[int, ...]]:
     mesh, shapes, cast_weight = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")), set(), Fp8Matmul.weight
     Fp8Matmul.weight = lambda self, w, backward: shapes.add(tuple(w.shape)) or cast_weight(self, w, backward)
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     TrainingStep(cfg, mesh, stages).run(1, make_batches(cfg, mesh, 1, "none")).wait()
     return shapes
 

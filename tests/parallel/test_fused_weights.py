@@ -106,7 +106,7 @@ def products_of_a_step(overrides: list[str]) -> int:
     cfg = resolve(load_config([*SHAPE, "train.global_batch=2", *overrides]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, batches = TrainingStep(cfg, mesh, stages), make_batches(cfg, mesh, 1, "none")
     with MatmulCount() as matmul:
         step.run(1, batches).wait()

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from ndtrain import schedule as schedules
-from ndtrain.config import Config, load_config, resolve, world_from_env
+from ndtrain.config import Config, LocalShapes, load_config, resolve, world_from_env
 from ndtrain.engine.train_step import Evaluation, TrainingStep
 from ndtrain.mesh.flight_recorder import Entry
 from ndtrain.mesh.mesh import Link, Mesh, MeshSpec
 from ndtrain.model.transformer import BLOCKS
 from ndtrain.parallel.build import build_stages, initialise
-from ndtrain.parallel.kernel_choice import choose_kernel
+from ndtrain.parallel.kernel_choice import Shape, choose_kernel
 from ndtrain.program.launch_order import Compute, Op, Outcome, Step, Wait, check, simulate
 from ndtrain.program.ops import Run
 from ndtrain.schedule import NAMES, Action, build, forwards
@@ -143,7 +143,7 @@ def program(
 def run(cfg: Config, rank: int, entries: list, steps: int, parts: Sequence[str], costs: bool = True) -> None:
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"), in_order=True)
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step, evaluation = TrainingStep(cfg, mesh, stages), Evaluation(cfg, mesh, stages)
     if costs:
         with_costs(step, entries)
@@ -362,7 +362,8 @@ def rank_kernel(overrides: list[str]) -> list[Entry]:
     cfg = resolve(load_config(overrides), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"), in_order=True)
     with journal() as entries:
-        choose_kernel(cfg, mesh, torch.bfloat16, measure=lambda name, shape, device: 1.0 + rank)
+        shape = Shape.of(cfg.model, LocalShapes.of(cfg), packed=False, dtype=torch.bfloat16)
+        choose_kernel("auto", shape, mesh, measure=lambda name, shape, device: 1.0 + rank)
     return entries
 
 

@@ -36,7 +36,7 @@ def measure(overrides: list[str]) -> dict[str, int]:
     cfg = resolve(load_config([*SHAPE, f"train.global_batch={2 * 2 * world}", *overrides]), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step = TrainingStep(cfg, mesh, stages)
     step.run(1, make_batches(cfg, mesh, 1, "none")).wait()
     batches = make_batches(cfg, mesh, 2, "none")

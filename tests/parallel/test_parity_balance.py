@@ -102,7 +102,7 @@ def counted(overrides: list[str], evaluates: bool) -> tuple[torch.Tensor, torch.
         evaluates: whether other tokens are evaluated before and after each step.
     """
     run = RankStages.build(overrides)
-    initialise(run.stages, run.cfg)
+    initialise(run.stages, run.cfg.run.seed)
     step, evaluation = TrainingStep(run.cfg, run.mesh, run.stages), Evaluation(run.cfg, run.mesh, run.stages)
     batches = lambda number: make_batches(run.cfg, run.mesh, number, "none")
     for number in (1, 2):
@@ -129,7 +129,7 @@ def test_every_token_counts_once(recompute):
 def skipped(overrides: list[str]) -> list[torch.Tensor]:
     """On one rank: the biases after each of three steps, the second of which has an infinite loss."""
     run = RankStages.build(overrides)
-    initialise(run.stages, run.cfg)
+    initialise(run.stages, run.cfg.run.seed)
     step, now, after = TrainingStep(run.cfg, run.mesh, run.stages), [0], []
     spoil(step, "loss", now, (2,))
     for now[0] in (1, 2, 3):

@@ -143,7 +143,7 @@ def test_a_recompute_computes_what_is_not_saved(ep, keep):
     make = lambda *more: resolve(load_config([*model, "train.micro_batch=1", *more]), 2)
     cfg = make("recompute=selective", f"recompute.keep=[{keep}]")
     again = dry_run(cfg, 0, "cpu").flops["matmul"] - dry_run(make(), 0, "cpu").flops["matmul"]
-    (group, *_) = plan_recompute(range(3), cfg.recompute, RecomputeOps.of(cfg))
+    (group, *_) = plan_recompute(range(3), cfg.recompute, RecomputeOps.of(cfg.model, cfg.mesh))
     of_token = flops.op_flops(cfg.model, cfg.train.seq_len)
     skipped = group.save | group.shape_only(0)
     assert {op for op in of_token if op not in skipped} - {"core"} == REPEATED[ep, keep] - {"core"}

@@ -3,8 +3,7 @@
 import pytest
 
 from ndtrain.config import load_config, resolve
-from ndtrain.mesh.mesh import MeshSpec
-from ndtrain.parallel.build import layouts_of
+from ndtrain.parallel.distribution import Distribution
 from ndtrain.plan.dry import dry_run
 from tests.lib.helpers import config_refusal
 from tests.lib.parity import assemble, compare, train
@@ -118,7 +117,7 @@ def resolved_on(ranks: int, *overrides: str):
 def test_a_rank_has_a_slice_of_every_expert(more, inner):
     cfg = resolved_on(4, "mesh.tp=2", "mesh.fsdp=2", "mesh.ep=2", *more)
     for rank in range(4):
-        layouts = layouts_of(cfg, MeshSpec.of(cfg.mesh), rank)
+        layouts = Distribution.of(cfg).layouts(rank)
         expert = "model.layers.0.block_sparse_moe.experts.0"
         assert layouts[f"{expert}.w1.weight"].local_shape == layouts[f"{expert}.w3.weight"].local_shape == (inner, 32)
         assert layouts[f"{expert}.w2.weight"].local_shape == (32, inner)

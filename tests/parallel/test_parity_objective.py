@@ -63,7 +63,7 @@ def test_an_objective_is_the_same_on_a_mesh(objective, mesh):
 def weighted_mean_of_logits(several: list[str]) -> tuple[float, float]:
     """On one rank: the loss of the first step, and the same from the logits of the whole model."""
     run = RankStages.build(several)
-    initialise(run.stages, run.cfg)
+    initialise(run.stages, run.cfg.run.seed)
     batches = make_batches(run.cfg, run.mesh, 1, "uneven")
     (model,) = run.stages.models.values()
     for unit in run.stages.units.units:

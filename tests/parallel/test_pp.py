@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 
 from ndtrain.config import load_config, resolve
-from ndtrain.parallel.pp import Placement, balanced_sizes, rank_cost
+from ndtrain.parallel.distribution import Distribution
+from ndtrain.parallel.pp import balanced_sizes, rank_cost
 from ndtrain.schedule import stage_ranks
 
 PLACEMENTS = [
@@ -57,4 +58,4 @@ def test_the_split(name):
 def test_the_head_counts_by_its_flops():
     """Llama 3 8B's head is as dear as 1.8 blocks at 8,192 tokens."""
     cfg = resolve(load_config(["recipe=llama3_8b", "mesh.fsdp=1", "mesh.pp=4", "schedule=1f1b"]), 4)
-    assert [len(stage) for stage in Placement.of(cfg).layers] == [8, 8, 9, 7]
+    assert [len(stage) for stage in Distribution.of(cfg).placement.layers] == [8, 8, 9, 7]

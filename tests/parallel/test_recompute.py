@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ndtrain.config import EXPERT_OPS, SAVABLE_OPS, ConfigError, RecomputeConfig, load_config, resolve
+from ndtrain.config import EXPERT_OPS, SAVABLE_OPS, Config, ConfigError, RecomputeConfig, load_config, resolve
 from ndtrain.model import params
 from ndtrain.model.transformer import all_ops
 from ndtrain.parallel import recompute_budget
+from ndtrain.parallel.build import DTYPES
 from ndtrain.parallel.recompute import RecomputeGroup, RecomputeOps, SavedOps, plan_recompute, skipped_ops
-from ndtrain.parallel.recompute_budget import BlockSizes, Load, choices, load, peak_bytes, plan, recompute_cost
+from ndtrain.parallel.recompute_budget import BlockSizes, Choice, Load, choices, load, peak_bytes, plan, recompute_cost
 from ndtrain.schedule import Action
 from tests.lib.parity import FP64, SHAPE, Run, compare, rank_run, train
 from tests.lib.ranks import run_ranks
@@ -167,7 +168,8 @@ TRAVELS = {
 @pytest.mark.parametrize("case", TRAVELS)
 def test_results_that_travel_are_saved_in_every_mode(case):
     ranks, overrides, sent = TRAVELS[case]
-    ops = RecomputeOps.of(resolve(load_config([*overrides, "recompute=full"]), ranks))
+    cfg = resolve(load_config([*overrides, "recompute=full"]), ranks)
+    ops = RecomputeOps.of(cfg.model, cfg.mesh)
     assert ops.always == sent
     assert ops.last == {"down_proj"}
     of_experts = {"experts_down"} if "model=moe_debug" in overrides else set()
@@ -383,10 +385,15 @@ def test_loads_are_the_peaks_of_each_stage():
     assert [load(row, 1, 3), load(row, 2, 5)] == [Load(3, 2, 0), Load(5, 1, 2)]
 
 
+def cost_of(cfg: Config, device: str) -> Callable[[Choice], float]:
+    ops, compute = RecomputeOps.of(cfg.model, cfg.mesh), DTYPES[cfg.precision.compute]
+    return recompute_cost(cfg.model, cfg.train.seq_len, compute, ops, device)
+
+
 def test_with_equal_live_microbatches_the_last_blocks_save_most():
     sizes = BlockSizes(10, 100, dict.fromkeys(SAVABLE_OPS, 10), 120)
     cfg = resolve(load_config([]), 1)
-    cost = recompute_cost(cfg, "cpu")
+    cost = cost_of(cfg, "cpu")
     chosen = plan([Load(8, 1)], sizes, 600, cost, frozenset())
     first_none = chosen.index(None)
     assert 0 < first_none < 8 and chosen[first_none:] == [None] * (8 - first_none)
@@ -395,7 +402,7 @@ def test_with_equal_live_microbatches_the_last_blocks_save_most():
 
 def test_the_cost_of_a_recompute_knows_layers_with_and_without_experts():
     """Of DeepSeek-V3 58 of 61 layers have experts: their results save more than those of the dense layers' MLPs."""
-    cost = recompute_cost(resolve(load_config(["recipe=deepseek_v3"]), 2048), "cuda")
+    cost = cost_of(resolve(load_config(["recipe=deepseek_v3"]), 2048), "cuda")
     everything, experts, dense = (cost(frozenset(ops)) for ops in ((), ("experts",), ("gate_up_proj",)))
     assert experts < dense < everything
 

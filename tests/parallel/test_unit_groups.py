@@ -63,7 +63,7 @@ def save_and_load(overrides: list[str], folder: str) -> None:
     cfg = resolve(load_config(overrides), world)
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     step = TrainingStep(cfg, mesh, stages)
     for number in range(1, 4):
         step.run(number, make_batches(cfg, mesh, number, "none")).wait()

@@ -88,7 +88,7 @@ def _real(cases: list[str]) -> list[RankRecord]:
     for case in cases:
         cfg = resolve(load_config([*SHAPE, *case.split()]), world)
         mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
-        fill = lambda stages, cfg=cfg: initialise(stages, cfg)
+        fill = lambda stages, cfg=cfg: initialise(stages, cfg.run.seed)
         step = record_step(cfg, mesh, make_batches(cfg, mesh, 1, "none"), separate_host=False, fill=fill)
         records.append(step.record)
     return records

@@ -156,7 +156,7 @@ def allocated_by_a_step(cfg: Config) -> int:
     """The most that the CPU's allocator holds during a step beyond what it held before, compiled code included."""
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     train, batches = TrainingStep(cfg, mesh, stages), make_batches(cfg, mesh, 1, "none")
     for number in (1, 2):
         train.run(number, batches).result.wait("a step")

@@ -95,7 +95,7 @@ def test_launches_and_waits_are_in_the_executors_order(how):
 def _run_step(cfg: Config, rank: int, entries: list) -> None:
     mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
-    initialise(stages, cfg)
+    initialise(stages, cfg.run.seed)
     entries.clear()
     TrainingStep(cfg, mesh, stages).run(1, make_batches(cfg, mesh, 1, "none")).wait()
 

@@ -5,7 +5,7 @@ import pytest
 
 from ndtrain.config import Config, load_config, resolve
 from ndtrain.mesh.mesh import MeshSpec
-from ndtrain.parallel.pp import Placement
+from ndtrain.parallel.distribution import Distribution
 from ndtrain.plan.dry import dry_run
 
 GPU_BYTES = 80e9
@@ -43,7 +43,7 @@ def test_meshes_are_those_of_table_4(name, sizes):
 
 
 def test_the_first_stage_of_405b_is_the_embedding_and_the_last_one_the_head():
-    layers = [len(stage) for stage in Placement.of(config("llama3_405b")).layers]
+    layers = [len(stage) for stage in Distribution.of(config("llama3_405b")).placement.layers]
     assert layers == [0, *[1] * 126, 0]
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from ndtrain.config import Config, ConfigError, resolve
-from ndtrain.parallel.pp import Placement
+from ndtrain.parallel.distribution import Distribution
 from ndtrain.plan import published_errors as published
 from ndtrain.plan import step_program as program
 from ndtrain.plan.__main__ import main
@@ -88,7 +88,7 @@ def test_a_layer_less_at_both_ends_is_a_candidate_that_runs():
     assert {c.stages.split for c in candidates} == {(0, 1, 1, 1, 1, 1, 1, 0)}
     line = shlex.split(override_line(candidates[0], [*RUN, *six]))
     pasted = resolve(cli.plain_config(line), 4)
-    assert [len(layers) for layers in Placement.of(pasted).layers] == [0, 1, 1, 1, 1, 1, 1, 0]
+    assert [len(layers) for layers in Distribution.of(pasted).placement.layers] == [0, 1, 1, 1, 1, 1, 1, 0]
     bound = Place(cfg, H100, Predictor(H100).rates).estimate(candidates[0]).memory_bytes
     assert bound <= predict(space, candidates[0]).memory_bytes
 

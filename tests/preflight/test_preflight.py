@@ -24,6 +24,7 @@ from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config, MeshConfig, load_config, resolve, world_from_env
 from ndtrain.mesh import collectives
 from ndtrain.mesh.mesh import MeshSpec
+from ndtrain.parallel.build import state_plan
 from ndtrain.preflight import coordinator, host, links, network, report, storage
 from ndtrain.preflight import run as preflights
 from ndtrain.preflight.rank_context import RankContext
@@ -350,9 +351,10 @@ def config(*overrides: str) -> Config:
 
 
 def test_planned_bytes(tmp_path):
-    one = checkpoint_bytes(config())
-    assert checkpoint_bytes(config("optim.ema=0.9")) * 3 == one * 4
-    assert checkpoint_bytes(config("precision.params=fp64")) == 2 * one
+    size = lambda *more: checkpoint_bytes(config(*more).model, state_plan(config(*more)))
+    one = size()
+    assert size("optim.ema=0.9") * 3 == one * 4
+    assert size("precision.params=fp64") == 2 * one
     assert storage.planned_bytes(config("checkpoint.keep=3"), tmp_path) == 4 * one
     kept = config("checkpoint.keep=3", "train.steps=100", "checkpoint.keep_every=30", "optim.warmup=2")
     assert storage.planned_bytes(kept, tmp_path) == 7 * one

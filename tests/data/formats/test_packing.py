@@ -9,7 +9,7 @@ from ndtrain.data import Batch, microbatches, open_data
 from ndtrain.data.batches import positions_of
 from ndtrain.data.token_array import Packing
 from ndtrain.data.validation import ValidationSet
-from ndtrain.engine.setup import packing_of
+from ndtrain.engine.validation import packing_of
 from ndtrain.model.vocabulary import IGNORE
 from tests.data.formats.writers import random_documents, write, write_datatrove, write_megatron
 from tests.data.test_data import config

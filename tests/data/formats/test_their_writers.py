@@ -12,7 +12,7 @@ import pytest
 from ndtrain.data import microbatches, open_data
 from ndtrain.data.batches import positions_of
 from ndtrain.data.formats import FORMATS
-from ndtrain.engine.setup import packing_of
+from ndtrain.engine.validation import packing_of
 from tests.data.formats.test_formats import whole
 from tests.data.formats.writers import random_documents, write_datatrove, write_megatron
 from tests.data.test_data import config
