@@ -14,11 +14,12 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lab.gpu import baselines
-from lab.gpu.estimate import PROFILED, state_bytes
+from lab.gpu.estimate import PROFILED
 from lab.gpu.longest import longest
 from lab.gpu.parity import compare_with_cpu
 from lab.gpu.suite import Case, Suite, config_of
 from ndtrain.config import Config, ConfigError, resolve
+from ndtrain.engine.memory_check import least_bytes
 from ndtrain.measure.ranks import TIMED_OUT, RankFailed, rank_device, run_ranks
 from ndtrain.measure.training import DifferentWork, QueuedSteps, batches_of, ours
 from ndtrain.mesh.mesh import Mesh, MeshSpec
@@ -69,7 +70,7 @@ def lacking(cfg: Config, device: torch.device) -> str:
     a CPU."""
     if device.type != "cuda":
         return ""
-    needed, memory = state_bytes(cfg), torch.cuda.mem_get_info(device)[1]
+    needed, memory = least_bytes(cfg, 0)[0], torch.cuda.mem_get_info(device)[1]
     sizes = f"the state alone needs {needed / 2**30:.1f} GiB, but this GPU has {memory / 2**30:.1f}"
     return sizes if needed > memory else ""
 

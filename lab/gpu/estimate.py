@@ -1,13 +1,14 @@
-"""Estimates the cost of a case before it runs, from its shapes alone: seconds, and bytes on the device.
+"""Estimates the cost of a case before it runs: seconds from its shapes alone, and bytes on the device.
 
 The seconds are for an H100 or H200 whose compiled code is in the cache. The rates are pessimistic guesses until a run
 has measured them.
 """
 
 from lab.gpu.suite import Case, Suite, config_of
-from ndtrain.config import Config, ModelConfig, load_config, resolve
-from ndtrain.engine.memory_check import least_bytes
+from ndtrain.config import Config, load_config, resolve
 from ndtrain.model.flops import flops_per_token, hardware_flops_per_token, parameter_count
+from ndtrain.plan.hardware import load_hardware
+from ndtrain.plan.predict import Predictor, plan_step
 
 GIB = 2**30
 PEAK = 989e12  # dense bf16 FLOP/s
@@ -16,8 +17,6 @@ START_S, COMPILE_S, PROFILE_S = 12, 8, 6  # process and device; loading cached g
 BUILD_S, UPDATE_S, HOST_UPDATE_S = 4e-10, 1e-11, 1.2e-9  # per parameter: draw it, update it on the device, on the host
 PROFILED = 1  # profiled steps of a profile case; each comes after a step that is not profiled
 LONGEST_S = {"none": 30, "selective": 35, "budget": 40, "full": 150}  # few of its lengths are known in advance
-RESERVE = 4 * GIB  # for the head, gathered blocks and libraries
-USABLE = 0.95  # of the device's memory
 
 
 def seconds(case: Case, suite: Suite) -> float:
@@ -51,17 +50,9 @@ def step_seconds(cfg: Config) -> float:
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def activation_bytes(m: ModelConfig, tokens: int) -> int:
-    """Return the bytes in bf16 that the blocks save for backward without recompute. They are the inputs of the matmuls,
-    q, k, v and attention's output, for the tokens of a microbatch."""
-    wide = m.num_attention_heads * m.head_dim
-    values = 3 * m.hidden_size + 2 * wide + 2 * m.num_key_value_heads * m.head_dim + wide // 2 + 3 * m.intermediate_size
-    return 2 * values * tokens * m.num_hidden_layers
-
-
-def state_bytes(cfg: Config) -> int:
-    """Return a lower bound of the bytes that one rank holds on its device between steps."""
-    return least_bytes(cfg, 0)[0]
+def peak_bytes(cfg: Config) -> int:
+    """Return the bytes that the planner predicts for a step on an H100 or H200."""
+    return Predictor(load_hardware("h100")).memory(plan_step(cfg, "cuda"))
 
 
 def layers_that_fit(memory: int, overrides: tuple[str, ...], grain: int = 8) -> int:
@@ -72,15 +63,11 @@ def layers_that_fit(memory: int, overrides: tuple[str, ...], grain: int = 8) -> 
         memory: bytes of the device.
         overrides: the precision and sharding of the state.
     """
-    whole = resolve(load_config(["model=llama3_8b", "precision.compute=bf16", *overrides]), 1)
-    layers = whole.model.num_hidden_layers
-    while layers > grain and not _fits(whole, layers, memory):
+    batch = ("train.seq_len=8192", "train.micro_batch=1", "train.global_batch=1")
+    given = ["model=llama3_8b", "precision.compute=bf16", *batch, *overrides]
+    cfg = resolve(load_config(given), 1)
+    layers = cfg.model.num_hidden_layers
+    while layers > grain and peak_bytes(cfg) > memory:
         layers -= grain
+        cfg = resolve(load_config([*given, f"model.num_hidden_layers={layers}"]), 1)
     return layers
-
-
-def _fits(whole: Config, layers: int, memory: int) -> bool:
-    cfg = whole.unfrozen()
-    cfg.model.num_hidden_layers = layers
-    cfg = resolve(cfg, 1)
-    return state_bytes(cfg) + activation_bytes(cfg.model, 8192) + RESERVE <= USABLE * memory

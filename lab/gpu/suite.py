@@ -6,19 +6,18 @@ Bytes per parameter on one rank (see parallel/fsdp.py):
 - master weights: 4
 - moments: 8, or 4 with `optim.state_dtype=bf16`
 
-`optim.offload` moves master weights and moments to the host. Activations without recompute, per token and layer, are
-the inputs of the matmuls, q, k, v and attention's output. They are about 6.5 E + 3 F values in bf16
-(`estimate.activation_bytes`). In GiB, with the tokens of a microbatch in parentheses:
+`optim.offload` moves master weights and moments to the host. The last column is the rest of a compiled step without
+recompute, as the planner predicts it. In GiB, with the tokens of a microbatch in parentheses:
 
-| shape       | parameters | state zero=2 | state zero=3, bf16 moments | state offloaded | activations, none    |
+| shape       | parameters | state zero=2 | state zero=3, bf16 moments | state offloaded | step, zero=2         |
 |-------------|------------|--------------|----------------------------|-----------------|----------------------|
-| 1b          |     1.24 B |           21 |                         14 |               7 | 37 (32,768 tokens)   |
-| 8b          |     8.03 B |          135 |                         90 |              45 | 34 (8,192 tokens)    |
-| 8b16        |     4.54 B |           76 |                         51 |              25 | 17 (8,192 tokens)    |
-| 8b8         |     2.80 B |           47 |                         31 |              16 | 8.5 (8,192 tokens)   |
-| 8b4         |     1.92 B |           32 |                         21 |              11 | 4.3 (8,192 tokens)   |
+| 1b          |     1.24 B |           21 |                         14 |               7 | 38 (32,768 tokens)   |
+| 8b          |     8.03 B |          135 |                         90 |              45 | 35 (8,192 tokens)    |
+| 8b16        |     4.54 B |           76 |                         51 |              25 | 18 (8,192 tokens)    |
+| 8b8         |     2.80 B |           47 |                         31 |              16 | 9.4 (8,192 tokens)   |
+| 8b4         |     1.92 B |           32 |                         21 |              11 | 5.2 (8,192 tokens)   |
 
-8B fits an H200 (139 GiB) with bf16 moments and zero=3, even without recompute (124 GiB). It fits an H100 (78 GiB) only
+8B fits an H200 (139 GiB) with bf16 moments and zero=3, even without recompute (130 GiB). It fits an H100 (78 GiB) only
 with master weights and moments on the host (60 GiB of it with bf16 moments). The copies to the host are no measure of
 the GPU. An H100 therefore measures `8b16` instead: 8B's widths with the most layers that fit
 (`estimate.layers_that_fit`), 16 of 32.

@@ -14,7 +14,7 @@ from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.options import refuse_overrides
 from ndtrain.plan.predict import Prediction, Predictor
 from ndtrain.plan.price import PUBLISHED
-from ndtrain.plan.progress import Progress
+from ndtrain.plan.report import Progress
 
 NECESSARY = ("layers", "hidden", "heads", "seq_len", "global_batch_seqs", "gpu")
 PREDICTED = ("predicted_step_time_s", "predicted_tokens_s_gpu", "predicted_mfu_full", "predicted_memory_gb")

@@ -30,7 +30,7 @@ from ndtrain.parallel.allocations import Allocations
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.recompute import RecomputeOps, SavedOps
 from ndtrain.parallel.stages import Stages
-from ndtrain.schedule import Action
+from ndtrain.schedule import Action, most_alive
 
 Choice = frozenset[str] | None  # the ops that a recomputed block saves; None: it is not recomputed
 MESSAGES = 4  # messages that wait on a rank at one time, to be sent or to be used
@@ -358,14 +358,8 @@ def choose(
 
 def load(row: Sequence[Action], stage: int, blocks: int) -> Load:
     """Return the load of a stage of `blocks` blocks when its rank runs its row."""
-    live = waiting = 0
-    most = Load(blocks, 0)
-    for a in row:
-        if a.stage == stage:
-            live += {"F": 1, "W": 0}.get(a.kind, -1)
-            waiting += {"I": 1, "W": -1}.get(a.kind, 0)
-            most = Load(blocks, max(most.live, live), max(most.waiting, waiting))
-    return most
+    own = [a for a in row if a.stage == stage]
+    return Load(blocks, most_alive(own, "F", "BI"), most_alive(own, "I", "W"))
 
 
 def typical_batch(shapes: LocalShapes, columns: Sequence[Column], packed: bool, device: torch.device) -> Batch:

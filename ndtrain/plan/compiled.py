@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter, Node
 
-from ndtrain.plan.flops import multiplies
+from ndtrain.plan.operators import multiplies
 
 
 @contextmanager

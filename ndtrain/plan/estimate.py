@@ -1,4 +1,4 @@
-"""A rough closed-form estimate of a candidate's step, used only to choose the candidates that are worth a prediction.
+"""A rough closed-form estimate of a candidate's step, used to choose the candidates that are worth a prediction.
 
 The memory is a lower bound: a candidate whose bound exceeds the device cannot fit. The time ranks the others. Users see
 neither.
@@ -97,7 +97,7 @@ class Place:
         self.costs = costs or ModelCosts.of(cfg)
         self.recompute_ops = RecomputeOps.of(cfg.model, cfg.mesh, self.costs.ops)
         self.shapes, self.prices = LocalShapes.of(cfg), Prices(hardware, rates, MeshSpec.of(cfg.mesh))
-        self.pp, self.fsdp, self.cp, self.tp = (cfg.mesh.pp, cfg.mesh.fsdp, cfg.mesh.cp, cfg.mesh.tp)
+        self.pp, self.cp, self.tp = cfg.mesh.pp, cfg.mesh.cp, cfg.mesh.tp
         self.microbatches = cfg.microbatches
         self.layers = cfg.model.num_hidden_layers / self.pp
         self.forwards = 2 if looks_ahead(cfg.model, cfg.moe) else 1
@@ -117,6 +117,10 @@ class Place:
         seconds = (self.microbatches + s.idle / 3) * of_microbatch
         memory = z.state_bytes + s.live_blocks * r.block_bytes
         return Estimate(seconds + self._sharding_seconds(candidate.zero, z.moved_s, of_microbatch), memory)
+
+    def unit_seconds(self, zero: int) -> float:
+        """Return the seconds of all gathers, reductions and sums of units in a step, as if compute hid none."""
+        return self._zero(zero).moved_s + self._unit_seconds[2]
 
     def _stages(self, stages: Stages) -> "_OfStages":
         cut = _Cut.of(stages, self.cfg, self.costs.head)

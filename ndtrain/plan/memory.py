@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ndtrain.parallel.unit import state_bytes
-from ndtrain.plan.events import Piece
+from ndtrain.plan.events import Piece, Variant
 from ndtrain.plan.simulate import Sizes
 from ndtrain.plan.step_program import RankPlan, StepProgram
-from ndtrain.plan.variants import Variant
 from ndtrain.program.build import UnitFacts
 from ndtrain.program.ops import Collect, Free, Gather, Open, Run, Send
 
@@ -22,11 +21,6 @@ class RankMemory(NamedTuple):
 
     state: int
     step: int
-
-
-def peak_bytes(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, Piece], sizes: Sizes) -> int:
-    """Return the peak memory of a rank's tensors."""
-    return sum(rank_memory(program, rank, pieces, sizes))
 
 
 def rank_memory(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, Piece], sizes: Sizes) -> RankMemory:

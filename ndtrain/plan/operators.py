@@ -1,16 +1,16 @@
-"""The work of one operator call: the memory that it reads and writes, and the matrices that it multiplies."""
+"""The work of one operator call: its FLOPs, and the memory that it reads and writes."""
 
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ndtrain.parallel.allocations import storage_id
 from ndtrain.plan.events import Kernel
-from ndtrain.plan.flops import flops_of
 
 Func = torch._ops.OpOverload
 
@@ -29,6 +29,19 @@ _OVERWRITES = {"copy_", "fill_", "zero_"}  # write their first argument without 
 # These access only the rows or elements of their first argument that an index selects.
 _READS_SOME = {"embedding", "gather", "index_select", "index"}
 _WRITES_SOME = {"index_put_", "_index_put_impl_", "index_add_", "scatter_add_", "index_copy_"}
+_PRODUCTS = {
+    "mm": 0,
+    "bmm": 0,
+    "_scaled_mm": 0,
+    "_grouped_mm": 0,  # rows by group; the matrices are [groups, in, out]
+    "addmm": 1,
+    "addmm_": 1,
+    "baddbmm": 1,
+    "baddbmm_": 1,
+}  # name -> position of the first factor
+_ATTENTION = "_scaled_dot_product_"
+_VARLEN_ATTENTION = "_flash_attention_"  # segments of different lengths (`model/attention/varlen.py`)
+_FORWARD, _BACKWARD = 2, 5  # matmuls with the scores; the backward computes the scores again
 
 
 class Part(NamedTuple):
@@ -60,14 +73,69 @@ class Access(NamedTuple):
         return sum(p.bytes for p in {*self.reads}) + sum(p.bytes for p in {*self.writes})
 
 
+# -------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def flops_of(func: Func, args: tuple, kwargs: dict[str, Any]) -> tuple[str, int]:
+    """Return ("matmul" or "attention", FLOPs) of a call, or ("", 0) if it multiplies no matrices. Causal attention
+    counts only visible pairs."""
+    name = _name(func)
+    if name in _PRODUCTS:
+        a, b = _factors(func, args)
+        return "matmul", 2 * a.numel() * b.shape[-1]
+    if not multiplies(func):
+        return "", 0
+    given = _given(func, args, kwargs)
+    q, products = given["query"], _BACKWARD if name.endswith("_backward") else _FORWARD
+    if name.startswith(_ATTENTION):
+        pairs = q.shape[:2].numel() * _pairs(q, given["key"], given.get("is_causal", False))
+    else:
+        pairs = q.shape[1] * _varlen_pairs(given)
+    return "attention", 2 * products * pairs * q.shape[-1]
+
+
+def multiplies(func: Func) -> bool:
+    """Return True if an operator multiplies matrices."""
+    return _name(func) in _PRODUCTS or _name(func).startswith((_ATTENTION, _VARLEN_ATTENTION))
+
+
+def _factors(func: Func, args: tuple) -> tuple[Tensor, Tensor]:
+    """Return the two factors of a matmul."""
+    first = _PRODUCTS[_name(func)]
+    return args[first], args[first + 1]
+
+
+def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
+    """Count the visible pairs of a query and a key. With causal attention, query i sees the keys up to i."""
+    queries, keys = q.shape[-2], k.shape[-2]
+    if not causal:
+        return queries * keys
+    first = min(queries, keys)
+    return first * (first + 1) // 2 + (queries - first) * keys
+
+
+def _varlen_pairs(given: dict[str, Any]) -> int:
+    """Count the visible pairs of one head in a call over segments. The indices of their first tokens are on the host.
+
+    In a segment of m queries and n keys, query i sees key j if `i + n - m - left <= j <= i + n - m + right`.
+    """
+    left, right = (given.get(f"window_size_{side}") for side in ("left", "right"))
+    right = 0 if given["is_causal"] else right
+    total, bounds = 0, (np.diff(given[f"cum_seq_{side}"].numpy()) for side in "qk")
+    for queries, keys in zip(*bounds, strict=True):
+        last = np.arange(queries) + keys - queries
+        first_key = np.maximum(0, last - left) if left is not None and left >= 0 else 0
+        last_key = np.minimum(keys - 1, last + right) if right is not None and right >= 0 else keys - 1
+        total += int(np.maximum(0, last_key - first_key + np.ones_like(last)).sum())
+    return total
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
 def is_free(func: Func) -> bool:
     """Return True if a call launches no kernel: views, allocations, annotations, and calls recorded as `Collective`."""
     return func.is_view or func.namespace in _NO_KERNELS or _name(func) in _FREE
-
-
-def multiplies(func: Func, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return True if a call is a matmul or attention."""
-    return bool(flops_of(func, args, kwargs)[0])
 
 
 def copies(func: Func) -> bool:
@@ -80,8 +148,8 @@ def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -
     kind, flops = flops_of(func, args, kwargs)
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if kind == "matmul":
-        factors = _factors(func, args)
-        return Kernel(kind, flops, access.bytes, _DTYPES[factors[0].dtype], _matmul_shape(*factors), _name(func))
+        a, b = _factors(func, args)
+        return Kernel(kind, flops, access.bytes, _DTYPES[a.dtype], _matmul_shape(a, b), _name(func))
     if kind == "attention":
         q, k = (_given(func, args, kwargs)[name] for name in ("query", "key"))
         if q.ndim == 3:  # segments: tokens, heads, head_dim
@@ -133,12 +201,6 @@ def _tensors(func: Func, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[
 
 def _given(func: Func, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-
-
-def _factors(func: Func, args: tuple) -> tuple[Tensor, Tensor]:
-    """Return the two factors of a matmul. `addmm` and its relatives have them after the tensor to add to."""
-    first = 1 if "add" in _name(func) else 0
-    return args[first], args[first + 1]
 
 
 def _matmul_shape(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:

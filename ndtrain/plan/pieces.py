@@ -1,13 +1,9 @@
-"""The recorded work of each kind of instruction on each kind of layer.
+"""Records the work of each kind of pass on each kind of layer.
 
-    pieces = record_pieces(cfg, "cuda")
-    for run, piece in zip(runs, pieces.along(runs, layers)): ...   # the passes of a rank's program
-    pieces.of("F", "block")                                     # a forward that keeps its graph
-    pieces.of("F", "block", save=frozenset())                   # a forward of a block that is recomputed
-    pieces.of("F", "block", save=frozenset(), recompute=True)   # its recompute
+    record_pieces(cfg, "cuda").recorded[Variant("F", "block")]   # a forward of a block that keeps its graph
 
-The executor runs a small model of a few layers on the meta device, as one rank of a mesh of tp and cp
-(`piece_recording.py`). A caller has to know what the pieces leave out:
+The executor runs a small model of a few layers on the meta device, as one rank of a mesh of tp and cp. A caller has to
+know what the pieces leave out:
 
 - Gathers, reductions and the optimizer are not part of a piece. `Layouts.flat` returns the number of
   elements of each unit on a rank, `update_bytes` the optimizer's memory traffic per element of its shard.
@@ -18,23 +14,56 @@ The executor runs a small model of a few layers on the meta device, as one rank 
   `context_bytes` is counted.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import gc
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from ndtrain.config import Config, LocalShapes
-from ndtrain.config.registry import get
-from ndtrain.config.schema import require
-from ndtrain.parallel.balance import looks_ahead
-from ndtrain.parallel.build import DTYPES
-from ndtrain.parallel.recompute import NOTHING, RecomputeOps, blocks_a_group
-from ndtrain.plan.events import Piece
-from ndtrain.plan.piece_recording import Fresh, compiles, record, reduced
-from ndtrain.plan.variants import Save, Variant, variants
-from ndtrain.program.ops import Run
+import torch
 
-__all__ = ["Pieces", "record_pieces", "update_bytes"]
+from ndtrain.config import Config, LocalShapes
+from ndtrain.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    LoggerConfig,
+    OptimConfig,
+    RecomputeConfig,
+    RunConfig,
+    ScheduleConfig,
+    require,
+    resolved,
+)
+from ndtrain.device.kind import meta_stands_for
+from ndtrain.engine.executor import Executor
+from ndtrain.engine.train_step import contexts
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sharding import SHARD_AXES
+from ndtrain.model import params
+from ndtrain.model.transformer import BLOCKS, is_sparse
+from ndtrain.parallel import compile_choice
+from ndtrain.parallel.balance import looks_ahead
+from ndtrain.parallel.build import DTYPES, build_stages, state_plan
+from ndtrain.parallel.distribution import Distribution
+from ndtrain.parallel.pp import Pipeline
+from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, RecomputeOps, blocks_a_group, needs_saved_ops
+from ndtrain.parallel.recompute_budget import typical_batch
+from ndtrain.parallel.stages import Stages
+from ndtrain.parallel.unit import Residency
+from ndtrain.plan.event_log import EventLog, Journal
+from ndtrain.plan.events import Piece, Save, Variant
+from ndtrain.plan.world import journalled, pretended_world
+from ndtrain.program.ops import Open, RankProgram, Run, Turn
+from ndtrain.program.passes import line_up
+from ndtrain.schedule import Action, Schedule
+
+COMPILED_KINDS = (*BLOCKS, "head")  # kinds of layers that are compiled
+# Autograd nodes outside of compiled graphs: attention and its messages, which a compiled graph calls as one operator or
+# not at all, and matmuls with messages.
+_EAGER_NODES = frozenset({"_TiledBackward", "_RingBackward", "_ToHeadsBackward", "_ToTokensBackward"})
+_EAGER_LINEAR = frozenset({"_LinearBackward"})
 
 
 @dataclass(frozen=True)
@@ -44,7 +73,7 @@ class Pieces:
     Attributes:
         recorded: variant -> its piece.
         boundary_bytes: size of a microbatch's residual stream, which each layer passes on to the next.
-        context_bytes: bytes that a microbatch holds from the beginning of the step to its end.
+        context_bytes: bytes that each microbatch holds from the beginning of the step to its end.
         compiled: True if the blocks are compiled.
     """
 
@@ -52,30 +81,6 @@ class Pieces:
     boundary_bytes: int
     context_bytes: int
     compiled: bool
-
-    def of(
-        self,
-        kind: str,
-        layer: str,
-        save: Save = None,
-        shape_only: frozenset[str] = NOTHING,
-        drop_input: bool = False,
-        recompute: bool = False,
-    ) -> Piece:
-        """Return the piece of an instruction. The arguments are the same as in `Variant`.
-
-        Raises:
-            KeyError: the configuration has no such instruction.
-        """
-        return self.recorded[Variant(kind, layer, save, shape_only, drop_input, recompute)]
-
-    def along(self, runs: Iterable[Run], layers: Sequence[str]) -> Iterator[Piece]:
-        """Yield the piece of each pass.
-
-        Args:
-            layers: the kind of each of the rank's layers (`Segment.kind`).
-        """
-        return (self.recorded[v] for v in variants(runs, layers))
 
 
 def record_pieces(cfg: Config, device: str, imbalance: float = 1.0) -> Pieces:
@@ -91,8 +96,8 @@ def record_pieces(cfg: Config, device: str, imbalance: float = 1.0) -> Pieces:
     """
     _check(cfg, device)
     groups = _groups(cfg)
-    small = reduced(cfg, sum(map(len, groups)), compiles(cfg, device))
-    return _cached(_Key(small, repr(small), device, groups, Fresh.of(cfg), imbalance))
+    small = _reduced(cfg, sum(map(len, groups)), compiles(cfg, device))
+    return _recorded(_Recording(small, repr(small), device, groups, _Fresh.of(cfg), imbalance))
 
 
 def _check(cfg: Config, device: str) -> None:
@@ -115,10 +120,34 @@ def update_bytes(cfg: Config) -> int:
 
     The gradient counts once. The master weight, each state tensor and the average count twice.
     """
-    master = DTYPES[cfg.precision.params]
-    state = get("optimizer", cfg.optim.name).state_spec(cfg.optim)
-    average = 2 * master.itemsize if cfg.optim.ema is not None else 0
-    return 3 * master.itemsize + sum(2 * (s.dtype or master).itemsize for s in state) + average
+    plan = state_plan(cfg)
+    twice = [plan.master, *(s.dtype or plan.master for s in plan.spec), *[plan.master] * plan.ema]
+    return plan.master.itemsize + sum(2 * dtype.itemsize for dtype in twice)
+
+
+def compiles(cfg: Config, device: str) -> bool:
+    """Return True if a run on devices of this kind compiles its blocks."""
+    with meta_stands_for(device):
+        return compile_choice.compiles(cfg.train, cfg.model, MeshSpec.of(cfg.mesh), torch.device("meta"))
+
+
+class _Fresh(NamedTuple):
+    """Determines which weight gradients a microbatch overwrites instead of adding to them.
+
+    It overwrites a gradient if the ranks have reduced and sharded it after the previous microbatch.
+
+    Attributes:
+        experts, others: True if it overwrites the gradients of experts' units, and of all other units.
+    """
+
+    experts: bool
+    others: bool
+
+    @classmethod
+    def of(cls, cfg: Config) -> "_Fresh":
+        plan, spec = state_plan(cfg), MeshSpec.of(cfg.mesh)
+        shards = spec.size(*map(spec.beside_ep, SHARD_AXES)), spec.size(*SHARD_AXES)
+        return cls(*(not Residency.of(plan, n).holds_full_grad for n in shards))
 
 
 def _groups(cfg: Config) -> tuple[tuple[Save, ...], ...]:
@@ -135,26 +164,180 @@ def _groups(cfg: Config) -> tuple[tuple[Save, ...], ...]:
     return tuple(dict.fromkeys([*((save,) * n for n in range(1, most + 1)), *ahead]))
 
 
-class _Key(NamedTuple):
-    """The cache key of a recording. `text` represents `cfg` in comparisons."""
+def _reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
+    """Return the configuration of the small model.
+
+    Settings that affect no piece are the same for all runs. There are two replicas: with one, the executor would
+    join layers.
+
+    Args:
+        blocks: number of blocks of each kind in the model. Blocks without experts come first.
+    """
+    small = cfg.unfrozen()
+    splits = Distribution.of(cfg).placement.schedule.splits_backward
+    mesh, m, t = small.mesh, small.model, small.train
+    small.run, small.optim, small.checkpoint = RunConfig(), OptimConfig(), CheckpointConfig()
+    small.logger, small.data = LoggerConfig(), DataConfig(pack=cfg.data.pack)
+    small.resume, small.init_from, small.moe.upcycle, small.callbacks, m.name = "none", None, False, {}, ""
+    small.schedule = ScheduleConfig(name="zb_h1" if splits else "1f1b", chunks=1)
+    small.recompute = RecomputeConfig(name="selective" if needs_saved_ops(cfg.recompute) else "none")
+    m.tie_word_embeddings = m.tie_word_embeddings and mesh.pp == 1
+    sparse = sum(is_sparse(m, i) for i in range(m.num_hidden_layers))
+    mixed = 0 < sparse < m.num_hidden_layers
+    m.num_hidden_layers = 2 * blocks if mixed else blocks
+    if sparse:
+        m.decoder_sparse_step, m.first_k_dense_replace = 1, 0
+        m.mlp_only_layers = list(range(blocks)) if mixed else []
+    mesh.pp, mesh.dp, mesh.fsdp, mesh.zero = 1, 2 * mesh.ep, 1, 1
+    t.compile, t.global_batch, t.steps = compiled, mesh.dp * resolved(t.micro_batch) * (3 if splits else 2), 1
+    small.freeze()
+    return small
+
+
+# ------------------------------------------------------------------------------------------------------- the recording
+
+
+class _Recording(NamedTuple):
+    """Everything that the pieces of a run depend on. `text` represents `cfg` in comparisons.
+
+    Attributes:
+        cfg: the configuration of the small model.
+        device: "cpu" or "cuda".
+        groups: for each group of neighbouring blocks, what each block saves for its recompute; None: not recomputed.
+        fresh: which weight gradients are overwritten.
+        imbalance: as in `Rates`.
+    """
 
     cfg: Config
     text: str
     device: str
     groups: tuple[tuple[Save, ...], ...]
-    fresh: Fresh
+    fresh: _Fresh
     imbalance: float
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self[1:] == other[1:]
+        return isinstance(other, _Recording) and self[1:] == other[1:]
 
     def __hash__(self) -> int:
         return hash(self[1:])
 
 
 @lru_cache(maxsize=256)
-def _cached(key: _Key) -> Pieces:
-    cfg, recorded = key.cfg, record(key.cfg, key.device, key.groups, key.fresh, key.imbalance)
-    tokens, hidden = LocalShapes.of(cfg).stream
-    boundary = tokens * hidden * DTYPES[cfg.precision.compute].itemsize
-    return Pieces(recorded.pieces, boundary, recorded.context_bytes, bool(cfg.train.compile))
+def _recorded(of: _Recording) -> Pieces:
+    """Record the rank that holds the last part of the sequence."""
+    spec, meta = MeshSpec.of(of.cfg.mesh), torch.device("meta")
+    last = spec.rank({"pp": 0, "dp": 0, "fsdp": 0, "cp": of.cfg.mesh.cp - 1, "tp": 0})
+    log = EventLog()
+    with (
+        pretended_world(last, spec.world_size, of.device),
+        torch.compiler.set_stance("force_eager"),
+        _no_collection_by_chance(),
+        log,
+        journalled(Journal(log)),
+    ):
+        return _record(of, Mesh(spec, last, meta), log)
+
+
+@contextmanager
+def _no_collection_by_chance() -> Iterator[None]:
+    """Turn Python's automatic garbage collection off within the block.
+
+    It runs after a certain number of allocations. So the size of a piece would depend on the allocations before it.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # exclude existing objects, so that a collection takes little time
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _record(of: _Recording, mesh: Mesh, log: EventLog) -> Pieces:
+    cfg = of.cfg
+    stages = build_stages(cfg, mesh, imbalance=of.imbalance)
+    if cfg.train.compile:
+        _leave_eager(stages, log)
+    stepper = _Stepper(of, stages, mesh, log)
+    for name in stages.units.units:
+        stages.units.unshard(name)
+    scale = torch.ones((), dtype=torch.float64, device=mesh.device)
+    shapes, columns = LocalShapes.of(cfg), stages.objective.columns
+    batches = [typical_batch(shapes, columns, cfg.data.pack, mesh.device) for _ in range(cfg.microbatches)]
+    made = [contexts(stages, [batch], lambda: scale) for batch in batches[:-1]]
+    before = log.now
+    made.append(contexts(stages, batches[-1:], lambda: scale))
+    context_bytes = log.now - before
+    with stages.capacity.in_use() if stages.capacity else nullcontext():
+        stepper.run([ctx for each in made for ctx in each])
+    boundary_bytes = math.prod(shapes.stream) * DTYPES[cfg.precision.compute].itemsize
+    return Pieces(stepper.pieces, boundary_bytes, context_bytes, bool(cfg.train.compile))
+
+
+def _leave_eager(stages: Stages, log: EventLog) -> None:
+    """Mark the ops of the blocks that are not part of compiled graphs in the log."""
+    in_graph = stages.units.in_graph
+    log.eager_nodes = _EAGER_NODES | (frozenset() if in_graph else _EAGER_LINEAR)
+    for model in stages.models.values():
+        linear = model.ops.linear if in_graph else log.apart(model.ops.linear)
+        model.use(replace(model.ops, linear=linear, core=log.apart(model.ops.core)))
+
+
+class _Stepper(Executor):
+    """Runs the passes one by one, without the units' gathers and reductions.
+
+    The first microbatch is a warm-up, in which constants are made. The second has whole backwards. If the schedule
+    splits backwards, a third one has split backwards.
+
+    Attributes:
+        pieces: variant -> its piece, in the last microbatch that has it.
+    """
+
+    def __init__(self, of: _Recording, stages: Stages, mesh: Mesh, log: EventLog):
+        cfg, layers = of.cfg, line_up(stages.segments, stages.placement.last)
+        row = [Action(kind, m, 0) for m in range(2) for kind in "FB"]
+        row += [Action(kind, 2, 0) for kind in "FIW"] if cfg.microbatches > 2 else []
+        pipeline = Pipeline(
+            Schedule("pieces", [row], cfg.microbatches, (0,)), mesh, LocalShapes.of(cfg).stream, stages.units.compute
+        )
+        self.kinds = [layer.kind for layer in layers]
+        first = [self.kinds.index(kind) for kind in BLOCKS if kind in self.kinds]
+        ops = RecomputeOps.of(cfg.model, cfg.mesh)
+        recomputed = [group for at in first for group in _recompute_groups(of.groups, at, ops)]
+        super().__init__(layers, stages, pipeline, recomputed)
+        self.log, self.fresh, self.pieces = log, of.fresh, dict[Variant, Piece]()
+        self._of_experts = frozenset(p.unit for p in params(cfg.model).values() if p.expert is not None)
+        self._compiled = [bool(cfg.train.compile) and kind in COMPILED_KINDS for kind in self.kinds]
+
+    @property
+    def program(self) -> RankProgram:
+        """The rank's program, reduced to the passes of layers."""
+        whole = super().program
+        opens = tuple(op for op in whole.begin if isinstance(op, Open))
+        turns = (turn._replace(ops=tuple(op for op in turn.ops if isinstance(op, Run))) for turn in whole.turns)
+        return replace(whole, begin=opens, turns=tuple(turns), end=(), update=())
+
+    def run_turn(self, turn: Turn, number: int) -> None:
+        for name, unit in self.units.units.items() if turn.action.kind == "F" else ():
+            if self.fresh.experts if name in self._of_experts else self.fresh.others:
+                self.units.accumulator.open(unit.accumulated)
+        super().run_turn(turn, number)
+
+    def run_pass(self, run: Run, a: Action) -> None:
+        variant = Variant.of(run, self.kinds[run.layer])
+        with self.log.piece(variant, self._compiled[run.layer]) as made:
+            super().run_pass(run, a)
+            gc.collect()
+        self.pieces[variant] = made[0]
+
+
+def _recompute_groups(groups: Sequence[tuple[Save, ...]], at: int, ops: RecomputeOps) -> list[RecomputeGroup]:
+    """Return the recompute groups of consecutive blocks, of which the first block is layer `at`."""
+    made = []
+    for saves in groups:
+        if saves[0] is not None:
+            made.append(ops.group(range(at, at + len(saves)), saves[0]))
+        at += len(saves)
+    return made

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, partial
+from typing import NamedTuple
 
 import torch
 
@@ -16,19 +17,18 @@ from ndtrain.model.flops import flops_per_token, hardware_flops_per_token
 from ndtrain.model.transformer import sparse_layers
 from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
-from ndtrain.plan import published_errors as published
+from ndtrain.plan import accuracy as published
 from ndtrain.plan.drawings import waterfall_svg
-from ndtrain.plan.events import Kernel, Piece
+from ndtrain.plan.events import Kernel, Piece, Variant
+from ndtrain.plan.fault_tolerance import DAY, HOUR
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.memory import RankMemory, rank_memory
 from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, planned_config, write_file
 from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_for, rates_of
 from ndtrain.plan.report import si, table
-from ndtrain.plan.run_length import run_length
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes, StepTimes
 from ndtrain.plan.step_program import StepProgram
-from ndtrain.plan.variants import Variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +281,37 @@ def _pass_seconds(piece: Piece, recompute: bool, prices: Prices) -> dict[str, fl
         else:
             add("attention" if k.kind == "attention" else "memory-bound", seconds)
     return parts
+
+
+# ------------------------------------------------------------------------------------------------------- the whole run
+
+
+class RunLength(NamedTuple):
+    """A run from its first to its last step.
+
+    Attributes:
+        tokens: number of tokens in all steps.
+        gpu_hours: hours of all devices together.
+    """
+
+    tokens: int
+    tokens_per_day: float
+    days: float
+    gpu_hours: float
+
+
+def run_length(cfg: Config, step_time_s: float, devices: int) -> RunLength | None:
+    """Return the length of a run in which nothing fails, or None if `train.steps` is not set. (`plan goodput` adds
+    failures and checkpoints.)"""
+    if not cfg.train.steps:
+        return None
+    tokens_a_step, seconds = cfg.train.global_batch * cfg.train.seq_len, cfg.train.steps * step_time_s
+    return RunLength(
+        tokens=cfg.train.steps * tokens_a_step,
+        tokens_per_day=tokens_a_step * DAY / step_time_s,
+        days=seconds / DAY,
+        gpu_hours=devices * seconds / HOUR,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- the text

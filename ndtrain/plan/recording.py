@@ -12,7 +12,7 @@ from ndtrain.engine.train_step import TrainingStep
 from ndtrain.parallel.allocations import Allocations, storage_id
 from ndtrain.parallel.build import Stages
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.plan.flops import flops_of
+from ndtrain.plan.operators import flops_of
 
 ACTIVATIONS, BACKWARD = "activations", "gradients of activations"
 STATE = ("parameters", "gradients", "master weights", "optimizer state", "average")

@@ -9,15 +9,12 @@ from ndtrain.arguments import option
 from ndtrain.config import Config, ConfigError
 from ndtrain.config.schema import resolved
 from ndtrain.device.cores import cpu_cores
-from ndtrain.mesh.mesh import MeshSpec
-from ndtrain.model import flops
-from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.candidates import Candidate, Space, searched_run
 from ndtrain.plan.drawings import scaling_svg
+from ndtrain.plan.estimate import Place
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.options import write_file
 from ndtrain.plan.predict import Prediction, Predictor
-from ndtrain.plan.price import Prices
 from ndtrain.plan.scaling_curves import FAMILIES, REGIMES, Beginning, Curve, Point, Points, Scaling
 from ndtrain.plan.search import (
     Predictions,
@@ -184,20 +181,8 @@ def regime_of(space: Space, candidate: Candidate) -> str:
     exposed = sum(s for part, s in p.waterfall.items() if part in ("exposed fsdp", "exposed dp"))
     if exposed > EXPOSED * p.step_time_s:
         return REGIMES[2]
-    moved = unit_seconds(cfg, Prices(space.hardware, predictor.rates, MeshSpec.of(cfg.mesh)))
+    moved = Place(cfg, space.hardware, predictor.rates).unit_seconds(resolved(cfg.mesh.zero))
     return REGIMES[1] if moved > HIDDEN * (p.step_time_s - exposed) else REGIMES[0]
-
-
-def unit_seconds(cfg: Config, prices: Prices) -> float:
-    """Return the total seconds of a step's gathers and reductions on a mesh of dp and fsdp, without overlap."""
-    compute, master = (DTYPES[d].itemsize for d in (cfg.precision.compute, cfg.precision.params))
-    parameters, passes = flops.parameter_count(cfg.model), cfg.microbatches
-    gathers, reductions = {1: (1, 1), 2: (1, passes), 3: (2 * passes, passes)}[resolved(cfg.mesh.zero)]
-    return (
-        gathers * prices.collective("fsdp+cp", "all_gather", parameters * compute)
-        + reductions * prices.collective("fsdp+cp", "reduce_scatter", parameters * master)
-        + prices.collective("dp", "all_reduce", parameters // cfg.mesh.fsdp * master)
-    )
 
 
 def regimes(points: Sequence[Point]) -> list[Beginning]:

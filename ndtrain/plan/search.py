@@ -25,16 +25,14 @@ from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.config.registry import load_plugins
 from ndtrain.data.workers import end_with_parent, interrupts_held
 from ndtrain.device.cores import cpu_cores
-from ndtrain.plan import published_errors as published
+from ndtrain.plan import accuracy as published
 from ndtrain.plan.candidates import SPLIT, Candidate, Space, candidate_of, searched_run
 from ndtrain.plan.estimate import ModelCosts, Place
 from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, unresolved_config, words_of, world_of, write_file
-from ndtrain.plan.predict import Prediction, Predictor, plan_step
+from ndtrain.plan.predict import Prediction, Predictor, plan_step, run_length
 from ndtrain.plan.price import Rates
-from ndtrain.plan.progress import Progress
-from ndtrain.plan.report import si
-from ndtrain.plan.run_length import run_length
+from ndtrain.plan.report import Progress, si
 
 T = TypeVar("T")
 R = TypeVar("R")

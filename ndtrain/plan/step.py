@@ -19,7 +19,7 @@ from ndtrain.parallel.build import Stages, build_stages
 from ndtrain.parallel.compile_choice import compiles
 from ndtrain.plan.compiled import pretended_compiler
 from ndtrain.plan.recording import HOST, Peak, Recording, classify_state, label_step
-from ndtrain.plan.world import recorded_collectives
+from ndtrain.plan.world import journalled
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def record_step(
         gc.collect()
         state = recording.state_bytes()
         recording.restart()
-        with recorded_collectives() as collectives:
+        with journalled(journal := []):
             step.run(1, batches).result.wait("the recorded step")
         recording.open_window(None)  # closes the last window
     peak = max(recording.windows.values(), key=lambda p: p.nbytes)
@@ -130,7 +130,7 @@ def record_step(
         peak_bytes=peak.nbytes,
         at_peak=peak.kinds,
         flops=dict(recording.flops),
-        traffic=traffic_of(collectives),
+        traffic=traffic_of([entry.record for entry in journal if entry.group is not None]),
         checkpoint=checkpoint_size(stages, cfg.checkpoint.max_file_bytes),
         attention=next(iter(stages.models.values())).kernel or "",
         compiled=compiles(cfg.train, cfg.model, mesh.spec, mesh.device),

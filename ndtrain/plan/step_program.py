@@ -22,7 +22,7 @@ from ndtrain.parallel.distribution import Distribution
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, RecomputeOps, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import StatePlan
-from ndtrain.plan.variants import Variant, variants
+from ndtrain.plan.events import Variant, variants
 from ndtrain.program.build import Experts, Holdings, UnitFacts, build_program
 from ndtrain.program.launch_order import check, launches
 from ndtrain.program.ops import Op, RankProgram, Run, Turn

@@ -1,6 +1,5 @@
 """A process group of many ranks in one process. It accepts every collective and sends nothing."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.device.kind import kind_of, meta_stands_for
-from ndtrain.mesh.flight_recorder import RECORDER, CollectiveRecord
+from ndtrain.mesh.flight_recorder import RECORDER, Entry
 
 _BACKEND = "dry"
 
@@ -89,13 +88,10 @@ def pretended_world(rank: int, world: int, kind: str) -> Iterator[None]:
 
 
 @contextmanager
-def recorded_collectives() -> Iterator[deque[CollectiveRecord]]:
-    """Yield the records of all collectives that are launched within the block.
-
-    Without it, the flight recorder keeps only the last few.
-    """
-    before, RECORDER.last = RECORDER.last, deque()
+def journalled(journal: list[Entry]) -> Iterator[None]:
+    """Append every launch of a collective within the block, and every wait for one, to the list."""
+    before, RECORDER.journal = RECORDER.journal, journal
     try:
-        yield RECORDER.last
+        yield
     finally:
-        RECORDER.last = before
+        RECORDER.journal = before

@@ -5,7 +5,7 @@ The table determines the placement of stages on ranks, the messages, the live ac
 
 from ndtrain.schedule.build import NAMES, build, default_chunks, forwards, stage_ranks
 from ndtrain.schedule.check import check
-from ndtrain.schedule.simulate import COST, Span, Timeline, simulate
+from ndtrain.schedule.simulate import COST, Span, Timeline, most_alive, simulate
 from ndtrain.schedule.table import (
     Action,
     IllegalSchedule,
@@ -33,6 +33,7 @@ __all__ = [
     "default_chunks",
     "forwards",
     "links",
+    "most_alive",
     "sends",
     "simulate",
     "stage_ranks",

@@ -1,6 +1,6 @@
 """Predicts the time, bubble and live activations of a schedule from the cost of its actions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -52,7 +52,7 @@ class Timeline:
     def peak(self) -> list[int]:
         """The peak of live activations on each rank, in units of one microbatch on one stage. An activation lives from
         the start of its F to the end of its B or W."""
-        return [_peak(row, "BW") for row in self.schedule.table]
+        return [most_alive(row, "F", "BW") for row in self.schedule.table]
 
     @cached_property
     def peak_input(self) -> list[int]:
@@ -60,7 +60,7 @@ class Timeline:
 
         Such an activation lives until the end of its B or I.
         """
-        return [_peak(row, "BI") for row in self.schedule.table]
+        return [most_alive(row, "F", "BI") for row in self.schedule.table]
 
     @property
     def peak_shares(self) -> list[float]:
@@ -86,6 +86,6 @@ def simulate(schedule: Schedule, cost: Cost = COST, latency: float = 0.0) -> Tim
     return Timeline(schedule, spans)
 
 
-def _peak(row: list[Action], last: str) -> int:
-    """Return the peak number of live activations. An F allocates one, an action of the kinds `last` frees one."""
-    return max(accumulate((a.kind == "F") - (a.kind in last) for a in row))
+def most_alive(row: Iterable[Action], first: str, last: str) -> int:
+    """Return the largest number of microbatches between an action of the kind `first` and one of the kinds `last`."""
+    return max(accumulate((a.kind == first) - (a.kind in last) for a in row))

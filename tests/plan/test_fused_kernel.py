@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ndtrain.plan.fused_kernel import Recomputed
+from ndtrain.plan.event_log import Recomputed
 from ndtrain.plan.operators import Access, Part
 
 MUL = torch.ops.aten.mul.Tensor

@@ -17,7 +17,7 @@ from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan import step
 from ndtrain.plan.dry import dry_run
-from ndtrain.plan.events import Collective, Kernel, Piece, Wait
+from ndtrain.plan.events import Collective, Kernel, Piece, Variant, Wait, variants
 from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.step import RankRecord
 from ndtrain.plan.world import pretended_world
@@ -118,7 +118,7 @@ def compare(case: str, device: str, monkeypatch) -> None:
     spec, recorded = MeshSpec.of(cfg.mesh), record_pieces(cfg, device)
     for pp in range(cfg.mesh.pp):
         rank = spec.rank({"pp": pp, "dp": 0, "fsdp": 0, "cp": cfg.mesh.cp - 1, "tp": 0})
-        pieces = list(recorded.along(*program_of(cfg, rank, device)))
+        pieces = [recorded.recorded[v] for v in variants(*program_of(cfg, rank, device))]
         of_step, (flops, traffic), (kept, peak) = dry(cfg, rank, device, monkeypatch), totals(pieces), peak_of(pieces)
         at_axis = {(t.axis, OPS.get(t.op, t.op)): t.bytes for t in of_step.traffic if t.axis in ("tp", "cp", "ep")}
         where = f"{case}, {device}, stage {pp}"
@@ -184,7 +184,7 @@ def donated_buffers(donated: bool) -> Iterator[None]:
 def test_memory_is_that_of_a_real_step(recompute, compiled):
     cfg = resolve(load_config([*LARGER, f"train.compile={compiled}", f"recompute={recompute}"]), 1)
     recorded = record_pieces(cfg, "cpu")
-    _, peak = peak_of(list(recorded.along(*program_of(cfg, 0, "cpu"))))
+    _, peak = peak_of([recorded.recorded[v] for v in variants(*program_of(cfg, 0, "cpu"))])
     with donated_buffers(False):
         allocated = allocated_by_a_step(cfg)
     assert 0 <= allocated - peak <= 64  # a few numbers
@@ -200,7 +200,7 @@ N, E, F = 128, 64, 96
 
 
 def piece(case: str, kind: str = "F", device: str = "cuda", **variant) -> Piece:
-    return record_pieces(config(case), device).of(kind, "block", **variant)
+    return record_pieces(config(case), device).recorded[Variant(kind, "block", **variant)]
 
 
 def kernels(p: Piece, kind: str) -> list[Kernel]:
@@ -222,7 +222,7 @@ def test_experts_that_are_whole_on_a_rank_add_to_their_gradients():
     f, rows = 48, 64  # of each of the four experts of a rank
     for zero in (1, 3):
         case = f"{EXPERTS} train.seq_len=64 train.micro_batch=2 mesh.fsdp=2 mesh.ep=2 mesh.zero={zero}"
-        made = kernels(record_pieces(config(case), "cuda").of("B", "sparse"), "matmul")
+        made = kernels(record_pieces(config(case), "cuda").recorded[Variant("B", "sparse")], "matmul")
         of_downs = [k.bytes for k in made if k.shape == (1, E, f, rows)]
         assert of_downs == [2 * rows * (E + f) + 2 * 4 * E * f] * 4
 
@@ -298,7 +298,7 @@ def test_what_cannot_be_planned_is_refused():
         record_pieces(config("recompute=budget recompute.budget=1GB"), "cpu")
     with pytest.raises(ConfigError, match=r"hardware.attention=math"):
         record_pieces(config("model.alibi=true"), "cuda")
-    assert record_pieces(config("model.alibi=true"), "cpu").of("F", "block").events
+    assert record_pieces(config("model.alibi=true"), "cpu").recorded[Variant("F", "block")].events
 
 
 def test_bytes_of_an_update():

@@ -12,7 +12,7 @@ from ndtrain.plan.__main__ import main
 from ndtrain.plan.dry import dry_run
 from ndtrain.plan.events import Kernel
 from ndtrain.plan.hardware import load_hardware
-from ndtrain.plan.memory import held_bytes, peak_bytes
+from ndtrain.plan.memory import held_bytes, rank_memory
 from ndtrain.plan.predict import Predictor, plan_step
 from ndtrain.plan.price import Prices, Rates
 
@@ -61,7 +61,7 @@ def test_state_is_that_of_the_dry_run_and_the_peak_within_a_hundredth(mesh, rank
         assert sum(held_bytes(plan.program.units[u], plan.program, plan.sizes) for u in own.units) == sum(
             dry.state.values()
         )
-        peak = peak_bytes(plan.program, own, plan.pieces, plan.sizes)
+        peak = sum(rank_memory(plan.program, own, plan.pieces, plan.sizes))
         assert peak == pytest.approx(dry.peak_bytes, rel=0.01)
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from ndtrain.plan.__main__ import say_at_once
-from ndtrain.plan.progress import Progress
+from ndtrain.plan.report import Progress
 
 
 class Terminal(io.StringIO):

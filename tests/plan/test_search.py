@@ -12,7 +12,7 @@ import pytest
 
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.parallel.distribution import Distribution
-from ndtrain.plan import published_errors as published
+from ndtrain.plan import accuracy as published
 from ndtrain.plan import step_program as program
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.candidates import Candidate, Space, Stages, candidate_of, searched_run
