@@ -1,4 +1,4 @@
-"""What every test runs under: one thread a process, a data cache of its own, the marks `full`, `gpu` and `quiet`, and a
+"""Setup of every test: one thread a process, a data cache of its own, the marks `full`, `gpu` and `quiet`, and a
 budget of time."""
 
 import hashlib

@@ -41,7 +41,7 @@ def test_every_module_is_in_a_folder():
     assert {path.name for path in ROOT.glob("*.py")} == LOOSE
 
 
-def test_imports_go_one_way():
+def test_packages_import_only_packages_below():
     for path in sorted(ROOT.rglob("*.py")):
         here = package_of(path)
         if here == "__init__":
@@ -87,7 +87,7 @@ def imported_modules(path: Path, known: set[str]) -> set[str]:
     return found
 
 
-def test_no_file_imports_itself_through_others():
+def test_modules_have_no_import_cycles():
     known = modules()
     imports = {name: imported_modules(path, set(known)) - {name} for name, path in known.items()}
     while free := {name for name, needed in imports.items() if not needed & imports.keys()}:
@@ -96,12 +96,12 @@ def test_no_file_imports_itself_through_others():
     assert not imports, f"these files import each other in a circle: {sorted(imports)}"
 
 
-def test_what_is_installed_does_not_need_the_lab():
+def test_package_does_not_import_lab():
     for path in ROOT.rglob("*.py"):
         assert not re.search(r"^\s*(import|from) lab", path.read_text(), re.MULTILINE), f"{path} imports lab"
 
 
-def test_the_model_knows_no_mesh():
+def test_model_package_does_not_mention_mesh():
     """Comments may say what replaces a call; imports and identifiers do not mention the mesh."""
     words = {"mesh", "rank", "ranks", "group", "groups", "tp", "cp", "fsdp", "dp", "distributed"}
     for path in (ROOT / "model").rglob("*.py"):
@@ -115,6 +115,6 @@ def test_the_model_knows_no_mesh():
         assert not parts & words, f"{path.name} has identifiers of {parts & words}"
 
 
-def test_schedules_need_no_torch():
+def test_schedule_package_does_not_import_torch():
     for path in (ROOT / "schedule").glob("*.py"):
         assert not re.search(r"^\s*(import|from) torch", path.read_text(), re.MULTILINE), f"{path.name} imports torch"

@@ -12,7 +12,7 @@ ROOMS = sorted({path.relative_to(ROOT).parts[0] for path in ROOT.rglob("*.py")})
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_prose_of_a_room_breaks_no_rule(room):
+def test_docstrings_and_comments_break_no_rule(room):
     found = [f"{path}:{line}: {fault}" for path in python_files([str(ROOT / room)]) for line, fault in faults_of(path)]
     assert not found, "\n".join(found)
 

@@ -1,4 +1,4 @@
-"""What is released agrees with itself: the version, the changelog, the package lists, and what a build needs."""
+"""The parts of a release agree: the version, the changelog, the package lists, and the inputs of a build."""
 
 import re
 import tomllib
@@ -29,7 +29,7 @@ def headings() -> list[re.Match]:
     return list(re.finditer(r"^## \[(.*?)\](?: - (.*))?$", CHANGELOG, flags=re.MULTILINE))
 
 
-def test_the_version_stands_in_one_place():
+def test_version_is_defined_once():
     assert "version" not in PROJECT and PROJECT["dynamic"] == ["version"]
     path = ROOT / PYPROJECT["tool"]["hatch"]["version"]["path"]
     assert re.findall(r'^__version__ = "(.*)"$', path.read_text(), flags=re.MULTILINE) == [ndtrain.__version__]
@@ -45,12 +45,12 @@ def test_the_changelog_begins_with_unreleased_and_this_version():
     assert second[1] == ndtrain.__version__ and date.fromisoformat(second[2])
 
 
-def test_the_changelog_groups_lines_as_keep_a_changelog_does():
+def test_changelog_uses_keep_a_changelog_groups():
     groups = set(re.findall(r"^### (.*)$", CHANGELOG, flags=re.MULTILINE))
     assert groups <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_the_changelog_of_a_release_is_a_page():
+def test_changelog_of_release_is_short():
     """At most a page of short lines: what is longer is documentation."""
     for release in re.split(r"^## ", CHANGELOG, flags=re.MULTILINE)[1:]:
         entries = re.findall(r"^- .*(?:\n  .*)*", release, flags=re.MULTILINE)
@@ -74,7 +74,7 @@ def test_the_dockerfile_names_the_versions_of_the_dependencies():
     assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 
 
-def test_the_dockerfile_copies_what_the_wheel_is_built_from():
+def test_dockerfile_copies_inputs_of_wheel():
     copied = [word for line in re.findall(r"^COPY (.*) \S+$", DOCKERFILE, flags=re.MULTILINE) for word in line.split()]
     wheel = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     link = (ROOT / "conf" / "recipe").resolve().relative_to(ROOT)  # conf/ holds a link to it
@@ -84,7 +84,7 @@ def test_the_dockerfile_copies_what_the_wheel_is_built_from():
     assert sorted(allowed) == sorted(copied)
 
 
-def test_the_source_distribution_holds_what_the_wheel_is_built_from():
+def test_sdist_holds_inputs_of_wheel():
     targets = PYPROJECT["tool"]["hatch"]["build"]["targets"]
     needed = {
         PROJECT["readme"],

@@ -19,7 +19,7 @@ class Options:
     cost: float = option("a time", 1.0, "cost.F", lambda key, text: float(text))
 
 
-def test_values_are_read_by_type():
+def test_parse_reads_values_by_field_type():
     assert parse(Options, ["axis=tp"]) == Options(axis="tp")
     args = ["ranks=3", "axis=dp", "level=2", "path=a=b", "fast=true", "cost.F=2.5"]
     assert parse(Options, args) == Options("dp", 3, 2, "a=b", True, 2.5)
@@ -39,27 +39,27 @@ def test_values_are_read_by_type():
         (["path="], "path=: arguments are key=value"),
     ],
 )
-def test_mistakes_are_named(args, said):
+def test_parse_error_names_argument(args, said):
     with pytest.raises(ArgumentError) as error:
         parse(Options, args)
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
-def test_help_has_every_option():
+def test_help_lines_list_every_option():
     lines = help_lines(Options).splitlines()
     assert [line.split()[0] for line in lines] == ["axis", "ranks", "level", "path", "fast", "cost.F"]
     assert lines[0].endswith("which axis (dp | tp; required)") and lines[4].endswith("(true | false; default false)")
 
 
 @pytest.mark.parametrize("args", [*([name] for name in BENCHES), ["peers", "axis=cp"]], ids=" ".join)
-def test_each_bench_explains_its_options(args, capsys):
+def test_bench_help_lists_every_option(args, capsys):
     assert main([*args, "--help"]) == 0
     module = module_of(args[0], args[1:])
     keys = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
     assert keys >= {f.name for f in fields(module.Options)}
 
 
-def test_the_benches_are_listed(capsys):
+def test_bench_help_lists_every_bench(capsys):
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"\n  {name} " in said for name in BENCHES)

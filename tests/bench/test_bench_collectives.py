@@ -1,4 +1,4 @@
-"""`python -m ndtrain.bench collectives`: right results are told from wrong ones, bytes are counted as documented, the
+"""`python -m ndtrain.bench collectives`: wrong results are found, bytes are counted as documented, the
 demo shows what each operation does, mistakes are one line."""
 
 import json
@@ -82,7 +82,7 @@ FACTORS: dict[str, Callable[[int], float]] = {
 
 
 @pytest.mark.full
-def test_two_ranks_all_right(tmp_path, capsys):
+def test_two_ranks_all_operations_correct(tmp_path, capsys):
     with mock.patch.object(collectives, "on_ranks", forked):
         said, results = run_bench([], tmp_path, capsys)
     assert results["axes"].keys() == {"dp"} and results["mesh"]["dp"] == 2 and results["backend"] == "gloo"
@@ -98,7 +98,7 @@ def test_two_ranks_all_right(tmp_path, capsys):
     [(["mesh=dp=2 tp=2"], {"dp": 2, "tp": 2}), (["ranks=4"], {"dp": 4}), (["mesh=tp=2,pp=2", "axis=pp"], {"pp": 2})],
     ids=str,
 )
-def test_four_ranks_all_right(args, axes, tmp_path, capsys):
+def test_four_ranks_all_operations_correct_on_every_axis(args, axes, tmp_path, capsys):
     said, results = run_bench(args, tmp_path, capsys)
     assert results["axes"].keys() == axes.keys()
     for axis, n in axes.items():
@@ -107,13 +107,13 @@ def test_four_ranks_all_right(args, axes, tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_sizes_that_the_ranks_do_not_divide_are_rounded_up(tmp_path, capsys):
+def test_indivisible_sizes_are_rounded_up(tmp_path, capsys):
     _, results = run_bench(["ranks=3", "min=1000", "max=1MB", "factor=1000"], tmp_path, capsys)
     require_all_right(results["axes"]["dp"], 3, [1008, 1000008])
 
 
 @pytest.mark.full
-def test_under_torchrun(tmp_path):
+def test_collectives_bench_runs_under_torchrun(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     args = ["-m", "ndtrain.bench", "collectives", *QUICK, f"out={tmp_path}/results.json"]
     done = subprocess.run([*launch, *args], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -124,7 +124,7 @@ def test_under_torchrun(tmp_path):
     assert wrong.returncode == 1 and wrong.stderr.count("error: ranks=3: torchrun has started 2") == 1
 
 
-def test_factors_are_those_of_nccl_tests():
+def test_bandwidth_factors_equal_nccl_tests():
     assert OPERATIONS.keys() == FACTORS.keys()
     for op in OPERATIONS.values():
         assert [op.factor(n) for n in (2, 4, 8)] == [FACTORS[op.name](n) for n in (2, 4, 8)]
@@ -168,7 +168,7 @@ def mutated(rank: int, options: Options) -> dict:
         return collectives.measure(rank, options, "gloo")
 
 
-def test_wrong_results_are_named(capsys):
+def test_wrong_result_names_operation_and_rank(capsys):
     options = Options(min="256", max="256", rounds=1)
     results = forked(mutated, 2, options, backend="gloo")
     wrong = {row["operation"]: row["wrong"] for row in results["dp"]["rows"] if any(row["wrong"].values())}
@@ -187,7 +187,7 @@ def test_wrong_results_are_named(capsys):
 
 
 @pytest.mark.parametrize("count", [5, PERIOD, 2 * PERIOD + 7])
-def test_a_pattern_tells_every_element(count):
+def test_pattern_detects_any_wrong_element(count):
     pattern, x = Pattern.of_rank(3), torch.empty(count)
     pattern.write(x)
     assert pattern.matches(x) and pattern.matches(x[3:], start=3) and pattern.matches(x[:0], start=9)
@@ -233,7 +233,7 @@ def test_demo_shows_tensors_before_and_after(capsys):
 
 
 @pytest.mark.full
-def test_demo_of_four_ranks(capsys):
+def test_demo_of_four_ranks_prints_every_axis(capsys):
     assert main(["collectives", "demo=true", "backend=gloo"]) == 0
     shown = paragraphs(capsys.readouterr().out)
     assert shown["all_to_all"][2] == "rank 2 (dp=2)   [20 21 22 23]  ->  [ 2 12 22 32]"
@@ -273,7 +273,7 @@ def test_sizes_end_with_the_largest():
         (["sizes=4"], "sizes: no such key"),
     ],
 )
-def test_bad_arguments_are_one_line(args, said, capsys):
+def test_bad_argument_is_one_line_error(args, said, capsys):
     assert main(["collectives", *args]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and said in err
@@ -289,7 +289,7 @@ def test_a_plot_without_matplotlib_is_refused(capsys, tmp_path):
     ("nccl", "gpus", "said"),
     [(False, 8, "this PyTorch has no NCCL"), (True, 1, "2 ranks on this host but 1 GPUs, and each rank needs its own")],
 )
-def test_nccl_where_it_cannot_work(nccl, gpus, said, capsys):
+def test_nccl_without_support_or_gpus_is_refused(nccl, gpus, said, capsys):
     with (
         mock.patch("torch.distributed.is_nccl_available", return_value=nccl),
         mock.patch("torch.cuda.device_count", return_value=gpus),
@@ -298,7 +298,7 @@ def test_nccl_where_it_cannot_work(nccl, gpus, said, capsys):
     assert f"backend=nccl: {said}; use backend=gloo" in capsys.readouterr().err
 
 
-def test_a_container_limits_what_is_free(tmp_path, monkeypatch):
+def test_free_memory_respects_container_limit(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr("ndtrain.device.memory._CGROUP", tmp_path)
     whole = free_memory_bytes(cpu)
@@ -311,7 +311,7 @@ def test_a_container_limits_what_is_free(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_nccl_on_two_gpus(tmp_path, capsys):
+def test_two_gpus_all_operations_correct_on_nccl(tmp_path, capsys):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     _, results = run_bench(["backend=nccl"], tmp_path, capsys)

@@ -1,4 +1,4 @@
-"""`bench step` and `bench gpu`: figures are there, goals are met or missed, and what is not measured is said to be."""
+"""`bench step` and `bench gpu`: figures are printed, goals are met or missed, and missing measurements are marked."""
 
 import importlib.util
 import json
@@ -67,7 +67,7 @@ def single(cfg) -> Mesh:
 # -------------------------------------------------------------------------------------------------------- bench step
 
 
-def test_step_measures_a_case(tmp_path, capsys):
+def test_bench_step_saves_and_prints_measurements(tmp_path, capsys):
     case = "recompute=full train.micro_batch=4 hardware.peak_tflops=0.01"
     args = ["recipe=llama_debug", f"cases={case}", "rounds=2", "steps=1", "device=cpu", f"out={tmp_path}/results.json"]
     assert main(["step", *args]) == 0
@@ -85,7 +85,7 @@ def test_step_measures_a_case(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_step_over_ranks_with_profile(capsys):
+def test_bench_step_on_two_ranks_prints_profiles(capsys):
     cases = ["mesh.fsdp=2", "mesh.cp=2 data.pack=true"]
     args = ["recipe=llama_debug", "ranks=2", f"cases={' | '.join(cases)}", "profile=true"]
     assert main(["step", *args, "rounds=1", "steps=1", "device=cpu"]) == 0
@@ -93,7 +93,7 @@ def test_step_over_ranks_with_profile(capsys):
     assert all(f"where the time goes: {case}" in said for case in cases) and "matmul" in said
 
 
-def test_state_bytes_counts_a_storage_once():
+def test_state_bytes_counts_shared_storage_once():
     cfg = resolve(load_config(["recipe=llama_debug", "precision.compute=bf16", "mesh.zero=2"]), 1)
     units = build_stages(cfg, single(cfg)).units
     assert units.state_bytes() == (2 + 4 + 4 + 8) * sum(u.layout.numel for u in units.units.values())
@@ -104,7 +104,7 @@ def test_state_bytes_counts_a_storage_once():
 
 @pytest.mark.parametrize("suite", SUITES)
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_parts_are_a_partition(suite, n):
+def test_parts_of_suite_cover_each_case_once(suite, n):
     cases = SUITES[suite].cases
     parts = [select(cases, f"{k}/{n}", "") for k in range(1, n + 1)]
     assert sorted(c.name for part in parts for c in part) == sorted({c.name for c in cases})
@@ -112,7 +112,7 @@ def test_parts_are_a_partition(suite, n):
 
 
 @pytest.mark.parametrize(("suite", "case"), ALL)
-def test_every_case_can_be_configured_and_its_state_fits(suite, case):
+def test_every_case_resolves_and_its_state_fits(suite, case):
     cfg = config_of(case)
     for peer in set(case.implementations) - {"ours"}:
         baselines.check(peer, cfg)
@@ -128,7 +128,7 @@ def bytes_a_parameter(cfg) -> int:
     return (2 if cfg.mesh.zero < 3 else 0) + 4 + (0 if cfg.optim.offload else 4 + moments)
 
 
-def test_tokens_can_be_learnt_and_do_not_depend_on_the_ranks():
+def test_chain_tokens_are_learnable_and_independent_of_ranks():
     tokens = Chain(4096, 4001).tokens(3, range(4))
     assert tokens.shape == (4, 4001) and tokens.min() >= 0 and tokens.max() < 1024
     follows = (tokens[:, 1:] - tokens[:, :-1]) % 1024 == 7
@@ -140,8 +140,8 @@ def test_tokens_can_be_learnt_and_do_not_depend_on_the_ranks():
 
 @pytest.mark.parametrize("memory", [None, 10_000_000])
 @pytest.mark.parametrize("limit", [0, 1, 63, 64, 100, 128, 700, 1000, 1024, 5000])
-def test_longest_finds_what_fits(limit, memory):
-    """Whatever the line through the peaks says: here it meets the memory far from the limit."""
+def test_longest_finds_longest_fitting_sequence(limit, memory):
+    """The line through the measured peaks meets the memory far from the limit here."""
     asked = []
 
     def peak(length):
@@ -153,8 +153,8 @@ def test_longest_finds_what_fits(limit, memory):
     assert len(asked) == len(set(asked)) and all(a <= 1024 and a % 64 == 0 for a in asked)
 
 
-def test_longest_goes_where_the_peaks_point():
-    """Long sequences are looked at twice: the one that fits, and the one that does not."""
+def test_longest_extrapolates_from_measured_peaks():
+    """Only two long sequences are tried: the longest that fits, and the next one, which does not."""
     asked = []
 
     def peak(length):
@@ -168,15 +168,15 @@ def test_longest_goes_where_the_peaks_point():
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["h200", "h100"])
-def test_half_an_hour_measures_the_whole_suite(name):
-    """By the estimates, with compiled code in the cache; the two cases that take minutes are last."""
+def test_suite_estimate_is_under_half_an_hour(name):
+    """The estimates assume that compiled code is cached. The two cases that take minutes come last."""
     expected = {case.name: seconds(case, SUITES[name]) for case in SUITES[name].cases}
     *short, _, _ = expected.values()
     assert max(short) <= 40 and sum(expected.values()) <= 30 * 60
     assert [words.split()[-1] for words in list(expected)[-2:]] == ["full", "offloaded"]
 
 
-def test_layers_of_8b_are_chosen_by_the_memory():
+def test_layers_of_8b_follow_from_gpu_memory():
     assert layers_that_fit(MEMORY["h200"], NARROW) == 32 and layers_that_fit(MEMORY["h100"], NARROW) == 16
     assert SUITES["h100"].large == "8b16" and "model.num_hidden_layers=16" in SHAPES["8b16"]
     assert SUITES["h100"].paired == "8b4" and "model.num_hidden_layers=4" in SHAPES["8b4"]
@@ -196,14 +196,14 @@ def test_layers_of_8b_are_chosen_by_the_memory():
         choose_suite("auto")
 
 
-def test_the_recipe_of_8b_recomputes_nothing_on_eight_80_gb_gpus():
+def test_recipe_8b_needs_no_recompute_on_eight_80_gb_gpus():
     cfg = resolve(load_config(["recipe=llama3_8b"]), 8)
     assert cfg.recompute.name == "none" and peak_bytes(cfg) < 0.9 * 79 * GIB
     one = resolve(load_config(["recipe=llama3_8b", "recompute=budget", "recompute.budget=12GiB"]), 1)
     assert least_bytes(one, 0)[0] + one.recompute.budget < 0.97 * 139 * GIB
 
 
-def test_parity_with_the_cpu_sees_one_wrong_gradient():
+def test_compare_with_cpu_finds_one_wrong_gradient():
     cfg = config_of(next(c for c in SUITES["smoke"].cases if c.name == "small parity fp32"))
     assert compare_with_cpu(cfg, single(cfg), 2)["gradient"] == 0
     from lab.gpu import parity
@@ -222,7 +222,7 @@ def test_parity_with_the_cpu_sees_one_wrong_gradient():
     assert off["loss"] == 0 and off["gradient"] > 1e-4 and off["tensor"] == "model.layers.1.mlp.up_proj.weight"
 
 
-def test_waits_are_those_of_the_steady_steps():
+def test_waits_counts_only_steady_steps():
     x = torch.ones(3, requires_grad=True)
     x.grad = torch.ones(3)
     optimizer = torch.optim.AdamW([x], fused=True)
@@ -241,7 +241,7 @@ def test_waits_are_those_of_the_steady_steps():
 # ---------------------------------------------------------------------------------------------------- what it comes to
 
 
-def test_one_case_is_written_and_not_measured_again(tmp_path, capsys):
+def test_measured_case_is_saved_and_not_measured_again(tmp_path, capsys):
     only = ["gpu", "suite=smoke", "device=cpu", "only=tiny eager", f"folder={tmp_path}"]
     assert main(only) == 0
     said, saved = capsys.readouterr().out, saved_results(tmp_path)
@@ -269,8 +269,8 @@ def fake_case(case, suite, device, limit_s):
     return {"kind": "losses", "status": "measured", "losses": [2.0, 1.0], "seconds": 1.0}
 
 
-def test_resume_takes_over_and_a_kill_loses_one_case(tmp_path, capsys):
-    """The third case never ends; what the two before it left is whole, and is taken over by path."""
+def test_resume_after_kill_loses_one_case(tmp_path, capsys):
+    """The third case never ends. The results of the first two are complete, and are resumed from the given path."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir(), second.mkdir()
     args = ["gpu", "suite=smoke", "device=cpu", "only=losses"]
@@ -295,7 +295,7 @@ def test_resume_takes_over_and_a_kill_loses_one_case(tmp_path, capsys):
     assert "none.json: no such file: remove resume= to start" in capsys.readouterr().err
 
 
-def test_a_case_that_would_end_too_late_is_not_begun(tmp_path, capsys):
+def test_case_beyond_time_limit_is_not_started(tmp_path, capsys):
     slow = lambda case, suite: 100 if case.name == "tiny losses bf16" else 5
     args = ["gpu", "suite=smoke", "device=cpu", "only=losses", f"folder={tmp_path}", "minutes=1"]
     with mock.patch.object(gpu_run, "run_case", side_effect=fake_case), mock.patch.object(gpu_run, "seconds", slow):
@@ -304,7 +304,7 @@ def test_a_case_that_would_end_too_late_is_not_begun(tmp_path, capsys):
     assert "not started or not finished because of minutes=1: tiny losses bf16; resume=" in capsys.readouterr().out
 
 
-def test_the_listing_has_every_case_and_measures_none(tmp_path, capsys):
+def test_list_prints_every_case_and_measures_none(tmp_path, capsys):
     with mock.patch.object(gpu_run, "run_case", side_effect=AssertionError("measured")):
         assert main(["gpu", "suite=smoke", "list=true", f"folder={tmp_path}"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][2:]
@@ -312,7 +312,7 @@ def test_the_listing_has_every_case_and_measures_none(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_gpu_every_line_is_not_measured(tmp_path, capsys):
+def test_report_without_gpu_has_only_unmeasured_rows(tmp_path, capsys):
     with mock.patch("torch.cuda.is_available", return_value=False):
         assert main(["gpu", f"folder={tmp_path}"]) == 0
     report = (tmp_path / "gpu-h200.md").read_text()
@@ -325,7 +325,7 @@ def test_without_a_gpu_every_line_is_not_measured(tmp_path, capsys):
     assert not (tmp_path / "gpu-h200.json").exists()
 
 
-def test_an_error_is_a_row(tmp_path):
+def test_failed_case_becomes_a_row(tmp_path):
     suite = SUITES["smoke"]
     case = Case("tiny", "odd", ("train.seq_len=64", "train.micro_batch=2", "train.global_batch=3"))
     row = gpu_case.run_case(case, suite, "cpu", 60)
@@ -345,7 +345,7 @@ def test_an_error_is_a_row(tmp_path):
     assert "| tiny eager (2 x 64)          | WRONG" in report and "- tiny eager: WRONG: not the same work" in report
 
 
-def test_different_work_is_refused():
+def test_compare_refuses_different_losses():
     first = {"ours": Outcome(11.5, 2.0), "peer": Outcome(11.55, 2.05)}
     compare(first, *TOLERANCE["bf16"])
     for off in (Outcome(11.6, 2.0), Outcome(11.5, 2.2), Outcome(math.nan, 2.0), Outcome(11.5, math.inf)):
@@ -353,14 +353,14 @@ def test_different_work_is_refused():
             compare(first | {"peer": off}, *TOLERANCE["bf16"])
 
 
-def test_a_skipped_step_is_refused():
+def test_outcome_of_refuses_skipped_step():
     report = StepReport(2, 11.5, math.nan, lr=3e-4, tokens=128, skipped=True, signals=torch.zeros(1, 1))
     with pytest.raises(DifferentWork, match=r"step 2 was skipped: loss 11\.5, gradient norm nan"):
         outcome_of(report)
     assert outcome_of(replace(report, grad_norm=2.0, skipped=False)) == Outcome(11.5, 2.0)
 
 
-def test_different_progress_is_refused():
+def test_compare_progress_refuses_different_final_loss():
     losses = {"ours": [12.0, 9.0, 6.0], "peer": [12.0, 9.5, 7.0]}
     compare_progress(losses, 5e-3)
     for end in (12.0, 7.3, 4.7, math.nan):
@@ -370,8 +370,8 @@ def test_different_progress_is_refused():
 
 @pytest.mark.full
 @pytest.mark.parametrize("peer", ["native", "transformers"])
-def test_a_peer_that_skips_something_is_wrong(peer):
-    """The check of the first step sees a layer that is left out, that of the last an update that is."""
+def test_timed_peers_detects_skipped_layer_or_update(peer):
+    """The check of the first step finds a missing layer, the check of the last step a missing update."""
     if peer == "transformers" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     cfg = config_of(smoke("eager"))
@@ -416,7 +416,7 @@ GOOD = {"mfu": 0.63, "own": 11000, "fp8": 14000, "ratio": 1.21, "off": 0.003, "w
 BAD = {"mfu": 0.59, "own": 10000, "fp8": 12000, "ratio": 1.09, "off": -0.006, "waiting": 6}
 
 
-def test_goals_are_ahead_or_behind():
+def test_goal_outcomes_are_ahead_behind_or_not_measured():
     good, bad = rows_of(**GOOD), rows_of(**BAD) | {"1b 4096 trains": measured(losses=[12.0, 11.0])}
     assert [goal.outcome(good)[1] for goal in GOALS] == ["ahead"] * len(GOALS)
     assert [goal.outcome(bad)[1] for goal in GOALS] == ["behind"] * len(GOALS)
@@ -430,24 +430,24 @@ def test_goals_are_ahead_or_behind():
     assert [goal.outcome(on_cpu) for goal in GOALS] == [("not measured",) * 2] * len(GOALS)
 
 
-def test_two_commits_do_not_make_one_gain():
-    """Their sessions may have had machines of different speed."""
+def test_gain_across_two_commits_is_not_measured():
+    """The two sessions may have used machines of different speed."""
     rows, (gain,) = rows_of(**GOOD), [goal for goal in GOALS if "fp8 over bf16" in goal.text]
     assert gain.outcome(rows) == ("1.273", "ahead")
     rows["8b 8192"]["commit"] = "c3d4"
     assert gain.outcome(rows) == ("not measured", "not measured")
 
 
-def test_less_than_8b_is_called_so():
-    """On an H100 8B's own goals stay open beside those of its widths with fewer layers."""
+def test_goals_of_16_layers_do_not_count_for_8b():
+    """On an H100 the goals of full 8B stay unmeasured. A model with fewer layers has its own goals."""
     outcomes = {goal.text: goal.outcome(rows_of(**GOOD, shape="8b16"))[1] for goal in goals("8b16")}
     own = {text: outcome for text, outcome in outcomes.items() if "16 of 32 layers" in text}
     assert list(own.values()) == ["ahead"] * 4
     assert {o for text, o in outcomes.items() if "at 8B," in text or text.endswith("at 8B")} == {"not measured"}
 
 
-def test_a_goal_that_is_behind_comes_with_its_profile():
-    """The report of a part of a suite."""
+def test_report_has_profile_of_goal_that_is_behind():
+    """The report also covers a part of a suite."""
     rows = {name: row for name, row in rows_of(**BAD).items() if name in ("8b 4096", "small parity fp32")}
     figures = {"ms_per_step": 1, "q1": 1, "q3": 1, "hfu": None, "state_bytes": None}
     rows["8b 4096"]["sides"]["ours"] |= figures
@@ -464,7 +464,7 @@ def test_a_goal_that_is_behind_comes_with_its_profile():
     assert "8b 8192 profile\n\n```text\nmatmul 8.10\n```" in markdown("h200", SUITES["h200"], saved)
 
 
-def test_deviation_is_that_of_the_worst_window():
+def test_deviation_is_taken_from_worst_window():
     base = np.full(100, 4.0)
     off = base.copy()
     off[50 : 50 + WINDOW] *= 1.01
@@ -474,7 +474,7 @@ def test_deviation_is_that_of_the_worst_window():
 
 
 @pytest.mark.full
-def test_the_whole_suite_runs_on_a_cpu(tmp_path):
+def test_smoke_suite_runs_on_cpu(tmp_path):
     assert main(["gpu", "suite=smoke", "device=cpu", f"folder={tmp_path}"]) == 0
     cases = saved_results(tmp_path)["cases"]
     assert {name: row.get("why", "") for name, row in cases.items() if row["status"] != "measured"} == {}
@@ -490,7 +490,7 @@ def test_the_whole_suite_runs_on_a_cpu(tmp_path):
     assert own["hfu"] > own["mfu"]
 
 
-def test_microbatches_of_a_case_are_those_of_its_name():
+def test_case_has_microbatches_and_lengths_of_its_name():
     cfg = config_of(next(c for c in SUITES["h100"].cases if c.name == "8b16 8192"))
     assert (cfg.train.micro_batch, cfg.train.seq_len, cfg.microbatches) == (1, 8192, 2)
     tiny = config_of(smoke("eager"))
@@ -520,7 +520,7 @@ def test_microbatches_of_a_case_are_those_of_its_name():
         (["gpu", "folder=/nowhere"], "folder=/nowhere: no such folder: give an existing one"),
     ],
 )
-def test_bad_arguments_are_one_line(args, said, capsys, tmp_path, monkeypatch):
+def test_bad_argument_is_one_line_error(args, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "benchmarks").mkdir()
     assert main(args) == 2
@@ -528,7 +528,7 @@ def test_bad_arguments_are_one_line(args, said, capsys, tmp_path, monkeypatch):
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and said in err
 
 
-def test_results_of_two_devices_do_not_mix(tmp_path, capsys):
+def test_results_of_another_device_are_refused(tmp_path, capsys):
     args = ["gpu", "suite=smoke", "device=cpu", f"folder={tmp_path}"]
     (tmp_path / "gpu-smoke.json").write_text("{")
     assert main(args) == 2 and "is not JSON" in capsys.readouterr().err

@@ -31,7 +31,7 @@ def run_bench(args: list[str], folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_rates_and_shares(known_peak, tmp_path, capsys):
+def test_bench_reports_rates_and_shares_of_peak(known_peak, tmp_path, capsys):
     results = run_bench([], tmp_path)
     assert [(r["dtype"], r["size"]) for r in results["rows"]] == [(d, s) for d in ("fp32", "bf16") for s in (32, 64)]
     for row in results["rows"]:
@@ -50,7 +50,7 @@ def test_the_peak_is_measured_on_a_cpu(tmp_path):
     assert results["peak_flops"]["fp32"] > 1e9 and results["rows"][0]["contents"]["randn"]["hfu"] > 0
 
 
-def test_fp8_counts_twice_the_rate_of_bf16(monkeypatch):
+def test_fp8_peak_is_twice_bf16(monkeypatch):
     peaks = {torch.float32: 1e12, torch.bfloat16: 3e12}
     monkeypatch.setattr(matmul, "peak_flops", lambda hardware, device, dtype: peaks[dtype])
     results = {kind: matmul._peak(kind, torch.device("cuda")) for kind in KINDS}
@@ -59,7 +59,7 @@ def test_fp8_counts_twice_the_rate_of_bf16(monkeypatch):
 
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_right(kind, content):
+def test_product_passes_its_check(kind, content):
     product = Product(kind, content, 96, torch.empty(96, 96, dtype=KINDS[kind].product))
     assert product.right()
 
@@ -74,7 +74,7 @@ def test_products_are_right(kind, content):
     ],
     ids=["element", "scale", "nan", "transposed"],
 )
-def test_wrong_products_are_found(harm, contents):
+def test_product_check_finds_wrong_elements(harm, contents):
     for content in contents:
         product = Product("bf16", content, 64, torch.empty(64, 64, dtype=torch.bfloat16))
         multiply = product.multiply
@@ -89,7 +89,7 @@ def test_a_wrong_product_fails_the_command(known_peak, capsys):
     assert "WRONG: rand" in out and err == "error: WRONG products: fp32 rand of 32\n"
 
 
-def test_what_does_not_fit_is_left_out(known_peak, monkeypatch, tmp_path, capsys):
+def test_size_beyond_free_memory_is_skipped(known_peak, monkeypatch, tmp_path, capsys):
     enough = Options(device="cpu").need("fp32", 32)
     monkeypatch.setattr(matmul, "free_memory_bytes", lambda device: enough)
     results = run_bench(["dtypes=fp32"], tmp_path)
@@ -121,20 +121,20 @@ def test_need_covers_what_is_allocated(contents):
         (["size=4"], "size: no such key"),
     ],
 )
-def test_bad_arguments_are_one_line(args, said, capsys):
+def test_bad_argument_is_one_line_error(args, said, capsys):
     assert main(["matmul", "device=cpu", *args]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and said in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_a_gpu_that_is_not_there(capsys):
+def test_missing_gpu_is_refused(capsys):
     assert main(["matmul", "device=cuda"]) == 2
     assert "device=cuda: this machine has no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(tmp_path):
+def test_bench_on_gpu_gives_correct_products(tmp_path):
     results = run_bench(["device=cuda", "min=1024", "max=2048"], tmp_path)
     assert {r["dtype"] for r in results["rows"]} >= {"fp32", "bf16"}
     assert all(of["right"] and 0 < of["hfu"] < 1.1 for r in results["rows"] for of in r["contents"].values())

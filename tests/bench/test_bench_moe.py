@@ -14,7 +14,7 @@ from ndtrain.parallel.linear import grouped
 QUICK = ["tokens=32", "hidden=16", "intermediate=8", "rounds=2", "steps=1", "warmup=1", "device=cpu"]
 
 
-def test_all_sides_are_measured(tmp_path, capsys):
+def test_every_implementation_is_measured(tmp_path, capsys):
     assert main(["moe", "experts=2,5", *QUICK, f"out={tmp_path}/moe.json"]) == 0
     cases = json.loads((tmp_path / "moe.json").read_text())["cases"]
     assert list(cases) == ["2", "5"]
@@ -25,7 +25,7 @@ def test_all_sides_are_measured(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("wrong", ["output", "input's gradient"])
-def test_a_side_that_computes_something_else_is_found(wrong, monkeypatch, capsys):
+def test_implementation_with_different_result_is_refused(wrong, monkeypatch, capsys):
     right = moe.loop_over
 
     def other(block):
@@ -38,8 +38,8 @@ def test_a_side_that_computes_something_else_is_found(wrong, monkeypatch, capsys
     assert f"error: loop: its {wrong} is " in capsys.readouterr().err
 
 
-def test_the_loop_makes_the_gradients_of_weights_too():
-    """As a training step has to. Each side has its own weights."""
+def test_loop_computes_weight_gradients():
+    """A training step computes them too. Each side has its own weights."""
     options = Options(tokens=32, hidden=16, intermediate=8)
     block = our_block(options, 4, torch.device("cpu"))
     x = torch.randn(32, 16, requires_grad=True)  # our matrices are no inputs of autograd
@@ -55,9 +55,9 @@ def test_the_loop_makes_the_gradients_of_weights_too():
         assert torch.allclose(of_down, down.grad, atol=1e-5)
 
 
-def test_the_products_are_those_of_the_layer(monkeypatch):
-    """Those of rows have the layer's shapes, forward and backward, and all together have nine matmuls' FLOPs. All rows
-    are in a group, as even as can be."""
+def test_products_have_shapes_and_flops_of_layer(monkeypatch):
+    """Products of rows have the layer's shapes, forward and backward. All products together have the FLOPs of nine
+    matmuls. Every row is in a group, and group sizes differ by at most one."""
     made, sizes, options, device = [], [], Options(tokens=33, hidden=16, intermediate=8), torch.device("cpu")
     real = grouped.sum_of_products
 
@@ -78,7 +78,7 @@ def test_the_products_are_those_of_the_layer(monkeypatch):
 
 
 @pytest.mark.parametrize("experts", ["", "1", "8,many"])
-def test_numbers_of_experts_that_cannot_be_are_one_line(experts, capsys):
+def test_bad_number_of_experts_is_one_line_error(experts, capsys):
     assert main(["moe", f"experts={experts}", *QUICK]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: experts={experts}: must be numbers of at least top_k=2") and err.count("\n") == 1

@@ -32,7 +32,7 @@ CP = ["axis=cp", "seq_len=64", "heads=4", "kv_heads=2", "head_dim=16", "rounds=2
 
 
 @pytest.mark.parametrize("axis", ["one", "dp", "fsdp", "tp", pytest.param("pp", marks=pytest.mark.full)])
-def test_every_case_of_an_axis_is_a_legal_run(axis):
+def test_every_case_of_axis_resolves(axis):
     options = Options(axis=axis)
     options.check()
     for case in options.cases:
@@ -63,7 +63,7 @@ def test_every_case_of_an_axis_is_a_legal_run(axis):
     ],
     ids=lambda words: " ".join(sorted(words)),  # in the same order in every process
 )
-def test_peers(args, peers, tmp_path, capsys):
+def test_peers_are_measured_and_have_equal_losses(args, peers, tmp_path, capsys):
     assert main(["peers", *QUICK, *args, f"out={tmp_path}/results.json"]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["commit"] and results["hardware"]["cores"] and results["versions"]["torch"]
@@ -79,7 +79,7 @@ def test_peers(args, peers, tmp_path, capsys):
     assert ("aten::mm" in said) == ("profile=true" in args)
 
 
-def test_different_work_is_refused():
+def test_require_equal_losses_refuses_difference():
     with pytest.raises(RuntimeError, match="at step 2 the loss of ddp is 4"):
         _require_equal_losses({"ours": [5.0, 4.1], "ddp": [5.0, 4.0]}, 1e-4)
 
@@ -139,13 +139,13 @@ def dtensor_collectives(sequence_parallel: bool) -> tuple[int, int, int, float]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.full), True])
-def test_dtensor_shards_and_sends_no_more_than_it_must(sequence_parallel):
+def test_dtensor_has_expected_collectives_and_shard(sequence_parallel):
     expected = (*TP_COLLECTIVES[sequence_parallel], 0.5)
     assert run_ranks(dtensor_collectives, 2, sequence_parallel) == [expected] * 2
 
 
 @pytest.mark.parametrize("zero", [*(pytest.param(z, marks=pytest.mark.full) for z in (1, 2)), 3])
-def test_fsdp2_shards_and_gathers_by_block(zero):
+def test_fsdp2_has_expected_collectives_per_block(zero):
     assert run_ranks(fsdp2_collectives, 2, zero) == [(*COLLECTIVES[zero], 0.5)] * 2
 
 
@@ -173,7 +173,7 @@ def pipelining_step(schedule: str) -> tuple[int, int, list[str], float]:
         ("dualpipe_v", 8, ["03", "12"]),
     ],
 )
-def test_pipelining_has_the_same_stages_and_sends_what_it_must(schedule, messages, layers):
+def test_pipelining_peer_has_expected_stages_and_messages(schedule, messages, layers):
     for (*results, off), expected in zip(run_ranks(pipelining_step, 2, schedule), layers, strict=True):
         assert results == [messages, messages, list(expected)]
         assert off < 1e-4
@@ -188,7 +188,7 @@ def clipped(most: float) -> float:
 
 
 @pytest.mark.parametrize(("most", "factor"), [(1.0, 1 / 5), (6.0, 1.0)])
-def test_pipelining_clips_by_the_norm_of_all_stages(most, factor):
+def test_pipelining_peer_clips_by_norm_over_stages(most, factor):
     assert run_ranks(clipped, 2, most) == pytest.approx([3 * factor, 4 * factor])
 
 
@@ -198,7 +198,7 @@ def test_pipelining_clips_by_the_norm_of_all_stages(most, factor):
     [["profile=true"], ["ulysses=2", "precision=bf16"], ["ranks=4", "ulysses=2", "balance=striped"]],
     ids=" ".join,
 )
-def test_attention_peers(args, tmp_path, capsys):
+def test_attention_peers_are_measured_and_agree(args, tmp_path, capsys):
     assert main(["peers", *CP, *args, f"out={tmp_path}/results.json"]) == 0
     results = json.loads((tmp_path / "results.json").read_text())["shapes"]["64"]
     assert results["sides"].keys() == {"ours", *attention.PEERS, "silent"}
@@ -214,7 +214,7 @@ def test_attention_peers(args, tmp_path, capsys):
 
 
 @pytest.mark.quiet
-def test_a_slow_link_is_paid_for_in_full(tmp_path):
+def test_slow_link_adds_its_full_transfer_time(tmp_path):
     """The time spent waiting for a link is the difference to a step without it."""
     slow = ["seq_len=512", "rounds=5", "link_mb_s=1", f"out={tmp_path}/results.json"]
     assert main(["peers", *CP, *slow]) == 0
@@ -244,7 +244,7 @@ def over_a_slow_link() -> tuple[float, float, float, int, bool]:
 
 
 @pytest.mark.quiet
-def test_a_transfer_takes_its_bytes_time():
+def test_transfer_over_slow_link_takes_bytes_over_rate():
     for took, slept, spent, received, right in run_ranks(over_a_slow_link, 2):
         assert received == 20000 and right
         assert took >= 0.2  # one after the other: 20 kB at 100 kB/s
@@ -253,7 +253,7 @@ def test_a_transfer_takes_its_bytes_time():
 
 
 @pytest.mark.parametrize(("wrong", "value"), [(0, 1e-3), (3, math.nan)])
-def test_different_attention_is_refused(wrong, value):
+def test_require_agreement_names_wrong_tensor(wrong, value):
     expected = tuple(torch.ones(1, 4, 2, 8) for _ in attention.NAMES)
     results = tuple(x.clone() for x in expected)
     assert max(attention.require_agreement("ours", results, expected, 1e-4).values()) == 0
@@ -302,7 +302,7 @@ def test_different_attention_is_refused(wrong, value):
         ),
     ],
 )
-def test_bad_arguments_are_one_line(args, said, capsys):
+def test_bad_argument_is_one_line_error(args, said, capsys):
     assert main(args) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and said in err

@@ -155,7 +155,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("mesh", "sources"), list(cases()))
-def test_any_mesh_from_any_other(mesh, sources, written, straight, tmp_path):
+def test_resume_on_any_mesh_from_any_other_is_same_run(mesh, sources, written, straight, tmp_path):
     """The processes of the ranks resume from all the sources, one after the other."""
     paths = {name: written(name) for name in sources}
     by_rank = run_ranks(resume, ranks_of(MESHES[mesh]), MESHES[mesh], paths, tmp_path, timeout=300)

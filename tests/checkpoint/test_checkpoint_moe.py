@@ -1,5 +1,5 @@
 """A checkpoint of a mixture of experts, resumed on another mesh, with other ranks sharing the experts; and where its
-selection biases stand."""
+selection biases are stored."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -64,8 +64,8 @@ def cases():
 
 
 @pytest.mark.parametrize(("target", "sources"), list(cases()))
-def test_resumed_on_another_mesh(target, sources, written, tmp_path):
-    """Saved again, the bytes are the same, and the next step is that of one process."""
+def test_moe_checkpoint_resumes_on_another_mesh(target, sources, written, tmp_path):
+    """The checkpoint saved again has the same bytes, and the next step equals one process."""
     paths = {name: written(name) for name in sources}
     by_rank = run_ranks(
         resume, ranks_of(MESHES[target]), [*MOE, *MESHES[target]], paths, tmp_path / "again", timeout=300
@@ -92,8 +92,8 @@ IN_MODEL = {f"model.layers.{i}.mlp.gate.e_score_correction_bias": "model" for i 
 
 
 @pytest.mark.parametrize("stem", ["optimizer", "model"])
-def test_biases_are_read_by_all_who_read_the_model(stem, tmp_path):
-    """Beside the optimizer's state, or under the name that the model files of a family have for them."""
+def test_selection_biases_are_read_by_every_reader(stem, tmp_path):
+    """They are stored with the optimizer's state, or in the model files under the family's own name for them."""
     naming = (lambda m: IN_MODEL) if stem == "model" else elements.bias_names
     with patch.object(elements, "bias_names", naming), patch.object(pretrained, "bias_names", naming):
         run, path, biases_LX = saved_biases(tmp_path)
@@ -106,8 +106,8 @@ def test_biases_are_read_by_all_who_read_the_model(stem, tmp_path):
         assert all(torch.equal(blocks[str(i)].selection_bias, biases_LX[i]) for i in (0, 1))
 
 
-def test_a_bias_that_is_no_finite_number_is_refused(tmp_path):
-    """A router would choose its expert always, and no loss would tell."""
+def test_load_weights_refuses_non_finite_bias(tmp_path):
+    """A router would always choose its expert, and no loss would show it."""
     run = RankStages.build(["recipe=moe_debug"])
     run.stages.balance.bias_LX[1, 3] = torch.nan
     path = checkpoint.save(tmp_path, run.stages, run.mesh, run.cfg, State(1, 1, {}))
@@ -118,8 +118,8 @@ def test_a_bias_that_is_no_finite_number_is_refused(tmp_path):
 
 @pytest.mark.parametrize("ema", [False, True], ids=["weights", "ema"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
-def test_an_average_keeps_biases(family, ema, tmp_path):
-    """In their own precision, beside the model files or in them, whatever dtype the weights get."""
+def test_average_keeps_selection_biases(family, ema, tmp_path):
+    """They keep their own precision, in or next to the model files, for any dtype of the weights."""
     router = ["model.norm_topk_prob=true"] if family == "qwen3_moe" else ["model.n_shared_experts=1"]
     own = ["recipe=moe_debug", f"model.model_type={family}", *router, *(["optim.ema=0.5"] if ema else [])]
     paths, drawn = [], []
@@ -138,7 +138,7 @@ def test_an_average_keeps_biases(family, ema, tmp_path):
         assert files["model.safetensors"]["lm_head.weight"].dtype == torch.bfloat16
 
 
-def test_a_checkpoint_without_biases_starts_with_zeros(tmp_path):
+def test_load_without_saved_biases_sets_zeros(tmp_path):
     none = lambda stages, stem: {}
     with patch.object(elements, "biases_of", none), patch.object(saving, "biases_of", none):
         run, path, biases_LX = saved_biases(tmp_path)
@@ -147,7 +147,7 @@ def test_a_checkpoint_without_biases_starts_with_zeros(tmp_path):
     assert not run.stages.balance.bias_LX.any()
 
 
-def test_a_damaged_bias_is_named(tmp_path):
+def test_load_names_damaged_bias(tmp_path):
     run, path, _ = saved_biases(tmp_path)
     file = path / "optimizer.safetensors"
     flip(file, file.stat().st_size - 3)  # of the last tensor

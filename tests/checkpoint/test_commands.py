@@ -46,7 +46,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
     return {k: v for path in sorted(folder.glob("model*.safetensors")) for k, v in load_file(path).items()}
 
 
-def test_a_list_names_every_folder(run, capsys, tmp_path):
+def test_list_names_every_checkpoint_folder(run, capsys, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(run / "checkpoints", folder)
     shutil.copytree(folder / "step-00000002", folder / ".writing-step-00000006")
@@ -80,7 +80,7 @@ def test_verify_names_the_bad_files(run, capsys, tmp_path):
     assert "state.json does not match its checksum" in said(capsys, 1, "verify", copy)
 
 
-def test_every_flipped_bit_of_a_tensor_is_seen(run, tmp_path, capsys):
+def test_verify_finds_any_flipped_bit_of_tensor(run, tmp_path, capsys):
     copy = tmp_path / "step-00000004"
     shutil.copytree(checkpoint_of(run, 4), copy)
     path = sorted(copy.glob("model*.safetensors"))[0]
@@ -92,7 +92,7 @@ def test_every_flipped_bit_of_a_tensor_is_seen(run, tmp_path, capsys):
     said(capsys, 0, "verify", copy)
 
 
-def test_diff_says_how_far_tensors_are_apart(run, capsys, tmp_path):
+def test_diff_reports_largest_difference_per_tensor(run, capsys, tmp_path):
     a, b = checkpoint_of(run, 2), checkpoint_of(run, 4)
     assert said(capsys, 0, "diff", a, a).splitlines() == ["0 tensors differ, 84 are equal"]
     difference = diff(a, b)
@@ -128,7 +128,7 @@ def test_an_average_is_the_weighted_mean(run, capsys, tmp_path):
 
 
 @pytest.mark.full
-def test_an_average_is_loadable(run, capsys, tmp_path):
+def test_average_loads_in_transformers_and_init_from(run, capsys, tmp_path):
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "out"
@@ -142,7 +142,7 @@ def test_an_average_is_loadable(run, capsys, tmp_path):
     assert train(plan) == 0
 
 
-def test_a_cast_rounds_and_the_average_of_the_weights_can_be_taken(run, capsys, tmp_path):
+def test_cast_rounds_weights_or_exports_ema(run, capsys, tmp_path):
     source = checkpoint_of(run, 4)
     said(capsys, 0, "cast", run, "dtype=bf16", f"out={tmp_path / 'bf16'}")
     for name, value in weights(source).items():
@@ -170,7 +170,7 @@ def test_a_cast_rounds_and_the_average_of_the_weights_can_be_taken(run, capsys, 
         (["list", "RUN", "deep=1"], "deep=1: no such folder, and this command has no keys"),
     ],
 )
-def test_mistakes_get_one_line(run, capsys, tmp_path, args, line):
+def test_bad_argument_is_one_line_error(run, capsys, tmp_path, args, line):
     words = [w.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for w in args]
     text = said(capsys, 2, *words)
     assert text.startswith("error: ") and line in text and text.count("\n") == 1
@@ -201,7 +201,7 @@ def unreadable(name: str) -> Callable:
     return read
 
 
-def test_every_command_names_a_file_that_cannot_be_read(run, capsys, tmp_path):
+def test_every_command_names_unreadable_file(run, capsys, tmp_path):
     folder, out = checkpoint_of(run, 4), tmp_path / "out"
     name = sorted(p.name for p in folder.glob("model*.safetensors"))[0]
     broken = f"{folder / name} cannot be read (Input/output error)"
@@ -231,7 +231,7 @@ print((peak() - before) * 1024)
 
 
 @pytest.mark.full
-def test_no_tensor_is_whole_in_memory(tmp_path):
+def test_average_holds_no_whole_tensor_in_memory(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
         save_file({"big": torch.randn(16 * 2**20), "other": torch.randn(16 * 2**20)}, tmp_path / name / MODEL)

@@ -1,4 +1,4 @@
-"""What a run from a Hugging Face folder keeps of it: every file that is neither weights nor code, as it was."""
+"""Companion files: a run from a Hugging Face folder keeps every file that is neither weights nor code unchanged."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_files_and_fields_of_each_style_are_copied(style, tmp_path):
+def test_companions_copy_files_and_fields_of_each_style(style, tmp_path):
     source, copy = tmp_path / "source", tmp_path / "copy"
     write_model_folder(source, style)
     m = from_hf(read_hf_config(source))
@@ -75,7 +75,7 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize("style", [pytest.param(s, marks=[FULL] * (s != "llama3")) for s in STYLES])
-def test_a_checkpoint_keeps_every_file_of_the_folder(style, corpus, tmp_path, capsys):
+def test_checkpoint_keeps_every_file_of_init_from(style, corpus, tmp_path, capsys):
     source = tmp_path / "source"
     write_model_folder(source, style)
     files = expected(source)
@@ -98,7 +98,7 @@ def test_a_checkpoint_keeps_every_file_of_the_folder(style, corpus, tmp_path, ca
 
 
 @FULL
-def test_another_mesh_resumes_without_the_folder(corpus, tmp_path):
+def test_resume_on_another_mesh_needs_no_init_from_folder(corpus, tmp_path):
     source = tmp_path / "source"
     write_model_folder(source, "llama3")
     files = expected(source)
@@ -111,7 +111,7 @@ def test_another_mesh_resumes_without_the_folder(corpus, tmp_path):
     check(checkpoint_of(tmp_path / "run", 2), tmp_path / "moved", files)
 
 
-def test_what_is_resumed_counts_more_than_init_from(corpus, tmp_path):
+def test_resume_keeps_companions_if_init_from_changed(corpus, tmp_path):
     """The folder may have changed since the run started."""
     source = tmp_path / "source"
     write_model_folder(source, "llama3")
@@ -123,7 +123,7 @@ def test_what_is_resumed_counts_more_than_init_from(corpus, tmp_path):
     assert carried(checkpoint_of(tmp_path / "run", 2)) == files
 
 
-def test_rank_0_alone_reads_them(tmp_path):
+def test_companions_are_read_by_rank_0_only(tmp_path):
     write_model_folder(tmp_path, "qwen3")
     cfg = SimpleNamespace(model=from_hf(read_hf_config(tmp_path)))
     read = lambda rank: _companions(tmp_path, cfg, SimpleNamespace(rank=rank, background=None)).files
@@ -131,7 +131,7 @@ def test_rank_0_alone_reads_them(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
-def test_another_tokenizer_leaves_out_what_names_the_tokens_of_the_first(tokenizer, corpus, tmp_path):
+def test_new_tokenizer_drops_token_files_and_fields(tokenizer, corpus, tmp_path):
     source = tmp_path / "source"
     write_model_folder(source, "mistral")
     args = start(tmp_path / "run", source, corpus, f"data.tokenizer={tokenizer}", "data.vocab_size=300")
@@ -145,7 +145,7 @@ def test_another_tokenizer_leaves_out_what_names_the_tokens_of_the_first(tokeniz
     assert not {"bos_token_id", "eos_token_id", "pad_token_id"} & read_hf_config(saved).keys()
 
 
-def test_the_same_tokenizer_in_other_bytes_is_the_same(corpus, tmp_path):
+def test_reformatted_tokenizer_counts_as_same(corpus, tmp_path):
     source, other = tmp_path / "source", tmp_path / "other"
     write_model_folder(source, "qwen3")
     shutil.copytree(source, other)
@@ -158,7 +158,7 @@ def test_the_same_tokenizer_in_other_bytes_is_the_same(corpus, tmp_path):
     assert got["tokenizer.json"] == (other / "tokenizer.json").read_bytes()
 
 
-def test_a_file_that_is_too_large_is_named_and_left(tmp_path, monkeypatch):
+def test_companions_skip_and_name_too_large_file(tmp_path, monkeypatch):
     write_model_folder(tmp_path, "qwen3")
     monkeypatch.setattr("ndtrain.checkpoint.companions._FILE_BYTES", 1000)
     companions = read_companions(tmp_path)
@@ -171,7 +171,7 @@ def test_a_file_that_is_too_large_is_named_and_left(tmp_path, monkeypatch):
     assert len(read_companions(tmp_path).files) == 2
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+def test_companions_error_names_unreadable_file(tmp_path, monkeypatch):
     write_model_folder(tmp_path, "qwen3")
 
     def fails(path: Path) -> bytes:
@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         read_companions(tmp_path)
 
 
-def test_a_mixture_that_starts_from_a_dense_folder_takes_the_fields_about_tokens_alone(tmp_path):
+def test_companions_for_moe_of_dense_folder_keep_token_fields(tmp_path):
     write_model_folder(tmp_path, "qwen3", dtype=torch.float32)
     dense = from_hf(read_hf_config(tmp_path))
     assert read_companions(tmp_path, dense).fields["favourite_colour"] == "blue"

@@ -21,7 +21,7 @@ def write_state(folder: Path, **fields) -> Path:
     return folder
 
 
-def test_a_file_in_a_folder_of_the_checkpoint_is_verified(tmp_path):
+def test_file_problems_checks_files_in_subfolders(tmp_path):
     path = write_state(tmp_path / "step-00000004", sha256={"templates/one.jinja": sha256(b"x")})
     assert list(file_problems(path, read_state(path))) == [("templates/one.jinja", "templates/one.jinja is missing")]
     (path / "templates").mkdir()
@@ -31,20 +31,20 @@ def test_a_file_in_a_folder_of_the_checkpoint_is_verified(tmp_path):
 
 @pytest.mark.parametrize("name", ["../a", "/a", "a/../../b", "", ".", "a//b", "a\0b"])
 @pytest.mark.parametrize("key", ["files", "sha256"])
-def test_a_state_that_names_files_elsewhere_is_damaged(key, name, tmp_path):
+def test_read_state_refuses_paths_outside_checkpoint(key, name, tmp_path):
     value = {"files": [1, "x"], "sha256": "x"}[key]
     with pytest.raises(DamagedCheckpoint, match=f"state.json has no valid {key}"):
         read_state(write_state(tmp_path / "step-00000004", **{key: {name: value}}))
 
 
 @pytest.mark.parametrize("name", ["step-00000005", "step-000000004", "step-99999999999999999999"])
-def test_a_state_of_another_step_than_the_name_is_refused(name, tmp_path):
+def test_read_state_refuses_step_other_than_folder_name(name, tmp_path):
     with pytest.raises(DamagedCheckpoint, match=f"{name} holds step 4: rename the folder to step-00000004"):
         read_state(write_state(tmp_path / name))
     assert read_state(write_state(tmp_path / "best"))["step"] == 4, "a user's own name says no step"
 
 
-def test_steps_of_nine_digits_are_later_than_those_of_eight(tmp_path):
+def test_list_checkpoints_sorts_steps_of_nine_digits(tmp_path):
     names = ["step-100000000", "step-99999999", "step-00000004"]
     first, second, third = (write_state(tmp_path / name) for name in names)
     assert list_checkpoints(tmp_path) == [first, second, third]

@@ -1,4 +1,4 @@
-"""What `init_from` reads of a Hugging Face folder: every field and tensor is used, known to be harmless, or refused by
+"""`init_from` of a Hugging Face folder: every field and tensor is used, known to be harmless, or refused by
 name."""
 
 import errno
@@ -56,7 +56,7 @@ def refused(call: Callable) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_both_spellings_of_a_config(name):
+def test_from_hf_reads_published_and_current_spelling(name):
     """The published config.json and the one that transformers writes today give the same model, without unknown
     fields."""
     today = transformers.AutoConfig.for_model(**FAMILIES[name]).to_dict()
@@ -65,7 +65,7 @@ def test_both_spellings_of_a_config(name):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "deepseek_v3"])
-def test_a_silent_config_means_what_transformers_assumes(kind):
+def test_from_hf_has_defaults_of_transformers(kind):
     shape = {k: SIZES[k] for k in ("vocab_size", "intermediate_size", "num_hidden_layers")}
     shape |= {"hidden_size": 64, "num_attention_heads": 32}
     theirs, m = transformers.AutoConfig.for_model(kind, **shape), from_hf({"model_type": kind} | shape)
@@ -85,8 +85,8 @@ def test_a_silent_config_means_what_transformers_assumes(kind):
 
 
 @pytest.mark.parametrize("where", ["beside", "in rope_parameters"])
-def test_a_glm_turns_whole_heads_or_is_refused(where):
-    """Where config.json is silent, transformers turns half of each head."""
+def test_from_hf_refuses_glm_with_partial_rotary(where):
+    """If config.json does not set the factor, transformers rotates half of each head."""
     shape = {k: SIZES[k] for k in ("vocab_size", "intermediate_size", "num_hidden_layers")}
     silent = shape | {"model_type": "glm4_moe", "hidden_size": 64, "num_attention_heads": 32}
     assert transformers.AutoConfig.for_model(**silent).rope_parameters["partial_rotary_factor"] == 0.5
@@ -116,17 +116,17 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("patch", HARMLESS.values(), ids=HARMLESS)
-def test_fields_that_change_nothing(patch):
+def test_from_hf_ignores_harmless_fields(patch):
     assert from_hf(LLAMA | patch) == from_hf(LLAMA)
 
 
-def test_fields_of_no_table_are_told(tmp_path):
+def test_check_folder_reports_unknown_fields(tmp_path):
     plain_folder(tmp_path, {"favourite_colour": "blue", "no_colour": None})
     (line,) = check_folder(tmp_path, from_hf(read_hf_config(tmp_path)))
     assert "favourite_colour" in line and str(tmp_path) in line and "no_colour" not in line
 
 
-def test_windows():
+def test_from_hf_reads_sliding_window():
     windows = lambda base, **patch: from_hf(base | patch).sliding_window
     assert windows(MISTRAL) == 24 and windows(MISTRAL, sliding_window=None) is None
     assert windows(QWEN2, sliding_window=9) is None
@@ -136,7 +136,7 @@ def test_windows():
     assert windows(QWEN3, sliding_window=9, **slides) == 9
 
 
-def test_llama3_rope_takes_its_length_from_beside():
+def test_from_hf_llama3_rope_takes_length_from_config():
     short = {k: v for k, v in LLAMA3_ROPE.items() if k != "original_max_position_embeddings"}
     length = lambda **patch: from_hf(LLAMA | {"rope_scaling": short} | patch).rope_scaling[
         "original_max_position_embeddings"
@@ -209,7 +209,7 @@ REFUSED_FIELDS = {  # what is changed in which config.json -> what the line must
 
 
 @pytest.mark.parametrize("name", REFUSED_FIELDS)
-def test_refused_fields(name):
+def test_from_hf_refuses_unsupported_field(name):
     base, patch, said = REFUSED_FIELDS[name]
     line = refused(lambda: from_hf(base | patch))
     assert all(word in line for word in ("init_from", *said)), line
@@ -260,13 +260,13 @@ def assert_equal(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_files_of_every_precision(dtype, shards, tmp_path):
+def test_load_reads_files_of_every_precision(dtype, shards, tmp_path):
     wanted = plain_folder(tmp_path, dtype=dtype, shards=shards)
     assert_equal(loaded(tmp_path), wanted)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_leftovers_and_the_head_of_a_tied_model_are_passed_over(shards, tmp_path):
+def test_load_ignores_leftovers_and_tied_head(shards, tmp_path):
     wanted = plain_folder(tmp_path, {"tie_word_embeddings": True})
     head = {"lm_head.weight": torch.ones(131, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     (tmp_path / ONE).unlink()
@@ -275,8 +275,8 @@ def test_leftovers_and_the_head_of_a_tied_model_are_passed_over(shards, tmp_path
 
 
 @pytest.mark.parametrize("shard", ["20KB", "1GB"])
-def test_a_base_model(shard, tmp_path):
-    """As `transformers` saves the model without its head: the names lack `model.`."""
+def test_load_reads_base_model_without_head(shard, tmp_path):
+    """`transformers` saves the model without its head under names that lack `model.`."""
     config = transformers.AutoConfig.for_model(**LLAMA | {"tie_word_embeddings": True, "torch_dtype": "float32"})
     base = transformers.AutoModel.from_config(config)
     base.save_pretrained(tmp_path, max_shard_size=shard)
@@ -287,7 +287,7 @@ def without(name: str) -> Callable[[Path], None]:
     return lambda folder: save(folder, {n: t for n, t in load_file(folder / ONE).items() if n != name})
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path):
+def test_check_folder_names_missing_expert(tmp_path):
     plain_folder(tmp_path, QWEN3_MOE)
     m, expert = from_hf(read_hf_config(tmp_path)), "model.layers.1.mlp.experts.4.down_proj.weight"
     assert check_folder(tmp_path, m) == []
@@ -357,7 +357,7 @@ REFUSED_SHARDS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", [*REFUSED_FILES, *REFUSED_SHARDS])
-def test_refused_files(name, tmp_path):
+def test_check_folder_refuses_bad_weight_files(name, tmp_path):
     damage, said = (REFUSED_FILES | REFUSED_SHARDS)[name]
     plain_folder(tmp_path, shards=3 if name in REFUSED_SHARDS else 1)
     m = from_hf(read_hf_config(tmp_path))
@@ -381,8 +381,8 @@ IMPOSSIBLE = {  # what config.json says -> what the line must say
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_a_config_of_sizes_that_the_files_do_not_have_is_refused_at_once(name, tmp_path):
-    """Before any code makes a list of layers or experts, which would take hours and all memory."""
+def test_read_model_refuses_sizes_absent_from_files(name, tmp_path):
+    """The check comes before any list of layers or experts, which would take hours and all memory."""
     base, patch, said = IMPOSSIBLE[name]
     plain_folder(tmp_path, base)
     assert read_model(tmp_path) == from_hf(base, name=tmp_path.name)
@@ -393,7 +393,7 @@ def test_a_config_of_sizes_that_the_files_do_not_have_is_refused_at_once(name, t
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_weight_that_is_not_finite_is_refused_by_name(value, dtype, tmp_path):
+def test_load_refuses_non_finite_weight_by_name(value, dtype, tmp_path):
     weights = plain_folder(tmp_path, dtype=dtype, shards=3)
     weights[UP].view(-1)[-1] = value
     save(tmp_path, weights, 3)
@@ -402,7 +402,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(value, dtype, tmp_path):
     assert f"init_from={tmp_path}: tensor {UP} has elements that are not finite" in line and file in line, line
 
 
-def test_large_weights_are_finite(tmp_path):
+def test_load_accepts_large_finite_weights(tmp_path):
     weights = plain_folder(tmp_path)
     weights[UP].fill_(3e38)  # their sum is infinite
     save(tmp_path, weights)
@@ -410,7 +410,7 @@ def test_large_weights_are_finite(tmp_path):
 
 
 @pytest.mark.parametrize("read", [check_folder, lambda folder, m: loaded(folder)], ids=["headers", "elements"])
-def test_a_weight_file_that_cannot_be_read_is_named(read, tmp_path):
+def test_unreadable_weight_file_is_named(read, tmp_path):
     plain_folder(tmp_path, shards=3)
     m, real_open, real_read = from_hf(read_hf_config(tmp_path)), open, os.preadv
     broken = OSError(errno.EIO, os.strerror(errno.EIO))
@@ -429,8 +429,8 @@ def test_a_weight_file_that_cannot_be_read_is_named(read, tmp_path):
     assert f"init_from={tmp_path}" in line and f"{SECOND} cannot be read (Input/output error)" in line, line
 
 
-def test_which_folder_init_from_names(tmp_path, monkeypatch):
-    """A model folder is itself, a run folder is its newest checkpoint, and no other name is guessed at."""
+def test_model_folder_resolves_run_and_checkpoint_folders(tmp_path, monkeypatch):
+    """A model folder resolves to itself, a run folder to its newest checkpoint. Other names are not guessed."""
     monkeypatch.chdir(tmp_path)
     for name in (
         "run/checkpoints/step-00000004",
@@ -454,7 +454,7 @@ def test_which_folder_init_from_names(tmp_path, monkeypatch):
         assert model_folder(path) == Path(path)
 
 
-def test_an_adapter_and_what_is_no_object(tmp_path):
+def test_read_hf_config_refuses_adapter_and_non_object(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "merge it" in refused(lambda: read_hf_config(tmp_path))
     (tmp_path / "config.json").write_text("[]")

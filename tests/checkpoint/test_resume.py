@@ -105,7 +105,7 @@ def largest_difference(one: Path, other: Path) -> float:
 @pytest.mark.parametrize(
     "mesh", [FIRST, *(pytest.param(m, marks=FULL) for m in [(1, 1, 3), (1, 2, 1), SECOND])], ids=str
 )
-def test_same_mesh_bitwise(mesh, straight, half, corpus, tmp_path):
+def test_resume_on_same_mesh_is_bitwise_equal(mesh, straight, half, corpus, tmp_path):
     whole, digests = straight(mesh)
     folder = shutil.copytree(half(mesh), tmp_path / "run")
     later = train(mesh, arguments(folder, corpus, "resume=auto"))
@@ -124,7 +124,7 @@ def pairs():
 
 
 @pytest.mark.parametrize(("first", "mesh"), list(pairs()))
-def test_another_mesh(first, mesh, straight, half, corpus, tmp_path):
+def test_resume_on_another_mesh_has_same_data_and_weights(first, mesh, straight, half, corpus, tmp_path):
     whole, digests = straight(first)
     folder = shutil.copytree(half(first), tmp_path / "run")
     later = train(mesh, arguments(folder, corpus, "resume=auto"))
@@ -136,7 +136,7 @@ def test_another_mesh(first, mesh, straight, half, corpus, tmp_path):
     assert largest_difference(checkpoint_of(folder, 10), checkpoint_of(whole, 10)) < 1e-6
 
 
-def test_accumulation_may_change_too(straight, half, corpus, tmp_path):
+def test_resume_with_other_micro_batch_has_same_weights(straight, half, corpus, tmp_path):
     whole, digests = straight(FIRST)
     folder = shutil.copytree(half(FIRST), tmp_path / "run")
     assert train((1, 1, 3), arguments(folder, corpus, "resume=auto", "train.micro_batch=8")) == {
@@ -145,7 +145,7 @@ def test_accumulation_may_change_too(straight, half, corpus, tmp_path):
     assert largest_difference(checkpoint_of(folder, 10), checkpoint_of(whole, 10)) < 1e-6
 
 
-def test_another_folder_and_a_named_step(tmp_path, corpus):
+def test_resume_from_path_leaves_source_unchanged(tmp_path, corpus):
     """`resume=<path>` may name a run folder or one checkpoint; that source does not change."""
     one = tmp_path / "one"
     assert main(arguments(one, corpus, "checkpoint.every=2", "checkpoint.keep=9")) == 0
@@ -157,7 +157,7 @@ def test_another_folder_and_a_named_step(tmp_path, corpus):
     assert tensor_bytes(checkpoint_of(one, 4)) == before
 
 
-def test_moments_stand_under_their_names(tmp_path, corpus):
+def test_checkpoint_names_moments_after_weights(tmp_path, corpus):
     assert main(arguments(tmp_path / "run", corpus, "train.steps=3")) == 0
     saved = tensors(checkpoint_of(tmp_path / "run", 3))
     weights = {n for n in saved if not n.startswith("exp_avg")}
@@ -168,7 +168,7 @@ def test_moments_stand_under_their_names(tmp_path, corpus):
         assert (second >= 0).all() and (first < 0).any() and (first > 0).any(), name
 
 
-def test_auto_without_a_run_starts_one_and_with_a_finished_one_does_nothing(tmp_path, corpus, capsys):
+def test_resume_auto_starts_new_run_and_ignores_finished_run(tmp_path, corpus, capsys):
     args = arguments(tmp_path / "run", corpus, "resume=auto", "train.steps=3")
     assert main(args) == 0
     before, metrics = tensor_bytes(checkpoint_of(tmp_path / "run", 3)), rows(tmp_path / "run")
@@ -178,7 +178,7 @@ def test_auto_without_a_run_starts_one_and_with_a_finished_one_does_nothing(tmp_
     assert tensor_bytes(checkpoint_of(tmp_path / "run", 3)) == before and rows(tmp_path / "run") == metrics
 
 
-def test_resume_from_an_older_step_repeats_the_later_rows_once(tmp_path, corpus):
+def test_resume_from_older_step_replaces_later_rows(tmp_path, corpus):
     folder = tmp_path / "run"
     assert main(arguments(folder, corpus, "checkpoint.every=2", "checkpoint.keep=9")) == 0
     first = rows(folder)
@@ -187,7 +187,7 @@ def test_resume_from_an_older_step_repeats_the_later_rows_once(tmp_path, corpus)
 
 
 @pytest.mark.parametrize("path", [pytest.param(lambda p: p, marks=FULL), os.path.relpath], ids=["absolute", "relative"])
-def test_the_checkpoint_just_saved_stays_beside_later_ones(path, tmp_path, corpus, monkeypatch):
+def test_resume_from_older_step_keeps_new_checkpoint(path, tmp_path, corpus, monkeypatch):
     """Resuming from step 4 abandons the later steps: resume=auto continues from what is saved next."""
     monkeypatch.chdir(tmp_path)
     folder, source = tmp_path / "run", path(checkpoint_of(tmp_path / "run", 4))
@@ -200,15 +200,15 @@ def test_the_checkpoint_just_saved_stays_beside_later_ones(path, tmp_path, corpu
 
 
 @pytest.mark.parametrize("keep", [1, pytest.param(3, marks=FULL)])
-def test_keep(keep, tmp_path, corpus):
+def test_keep_leaves_newest_checkpoints(keep, tmp_path, corpus):
     folder = tmp_path / "run"
     assert main(arguments(folder, corpus, "checkpoint.every=2", f"checkpoint.keep={keep}")) == 0
     kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
     assert kept == [f"step-{s:08d}" for s in range(2, 11, 2)][-keep:]
 
 
-def test_keep_every(tmp_path, corpus):
-    """Beside the newest, for good; and saved in any case."""
+def test_keep_every_leaves_multiples_and_newest(tmp_path, corpus):
+    """Multiples of keep_every are always saved, and kept forever in addition to the newest."""
     folder = tmp_path / "run"
     assert main(arguments(folder, corpus, "checkpoint.every=3", "checkpoint.keep=1", "checkpoint.keep_every=4")) == 0
     kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
@@ -217,7 +217,7 @@ def test_keep_every(tmp_path, corpus):
 
 @FULL
 @pytest.mark.parametrize("mesh", [(1, 1, 3), FIRST], ids=str)
-def test_saved_in_the_background_it_is_the_same_run(mesh, straight, corpus, tmp_path):
+def test_background_saves_do_not_change_run(mesh, straight, corpus, tmp_path):
     whole, _ = straight(mesh)
     folder = tmp_path / "run"
     options = ["checkpoint.async_save=true", "checkpoint.every=1", "checkpoint.keep=9"]
@@ -227,7 +227,7 @@ def test_saved_in_the_background_it_is_the_same_run(mesh, straight, corpus, tmp_
     assert tensor_bytes(checkpoint_of(folder, 10)) == tensor_bytes(checkpoint_of(whole, 10))
 
 
-def test_the_average_of_the_weights_goes_on(tmp_path, corpus):
+def test_ema_of_resumed_run_is_bitwise_equal(tmp_path, corpus):
     """An interrupted run has the same average as an uninterrupted one."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(arguments(whole, corpus, "optim.ema=0.9")) == 0
@@ -280,7 +280,7 @@ def test_transformers_opens_a_checkpoint(variant, tmp_path, corpus):
 
 
 @pytest.mark.full
-def test_split_files(tmp_path, corpus):
+def test_split_files_resume_as_one_file_does(tmp_path, corpus):
     """Files of at most 100 kB with an index that names every tensor once; resumed as one, also into whole files."""
     split, whole = tmp_path / "split", tmp_path / "whole"
     assert main(arguments(split, corpus, "train.stop_at=5", "checkpoint.max_file_bytes=100000")) == 0
@@ -297,7 +297,7 @@ def test_split_files(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 3), pytest.param((1, 2, 3), marks=FULL)], ids=str)
-def test_init_from_starts_at_these_weights(mesh, tmp_path, corpus):
+def test_init_from_starts_at_step_1_with_given_weights(mesh, tmp_path, corpus):
     """The first loss is transformers' loss on the same tokens; the step counts from 1; the architecture is theirs."""
     assert main(arguments(tmp_path / "one", corpus, "model.hidden_size=96", "train.steps=4")) == 0
     source = checkpoint_of(tmp_path / "one", 4)
@@ -335,7 +335,7 @@ def test_init_from_a_run_folder_takes_its_newest_checkpoint(tmp_path, corpus):
     assert f"init_from: {newest}" in (tmp_path / "two" / "config.yaml").read_text(), "no record of the checkpoint"
 
 
-def test_init_from_a_transformers_folder_in_bf16(tmp_path, corpus):
+def test_init_from_reads_sharded_bf16_folder(tmp_path, corpus):
     """A folder that `transformers` itself wrote, sharded and in half precision."""
     assert main(arguments(tmp_path / "one", corpus, "train.steps=4")) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint_of(tmp_path / "one", 4)).bfloat16()

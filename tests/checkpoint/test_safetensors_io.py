@@ -86,7 +86,7 @@ LIES = {  # -> what is said about it
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_is_refused_by_name(lie, tmp_path):
+def test_reader_refuses_wrong_header_by_name(lie, tmp_path):
     content, said = LIES[lie]
     path = write_bytes(tmp_path, content)
     with pytest.raises(DamagedFile) as refused:
@@ -96,13 +96,13 @@ def test_a_header_that_lies_is_refused_by_name(lie, tmp_path):
         safetensors.deserialize(content)
 
 
-def test_a_tensor_in_two_files(tmp_path):
+def test_reader_refuses_tensor_in_two_files(tmp_path):
     paths = [write_bytes(tmp_path, file_of(HEADER), f"{i}.safetensors") for i in range(2)]
     with pytest.raises(DamagedFile, match=r"tensor a is in .*0.safetensors and again in .*1.safetensors"):
         Reader(paths)
 
 
-def test_dtypes_of_no_weight_may_be_there_but_are_not_read(tmp_path):
+def test_reader_allows_integer_tensors_but_does_not_read_them(tmp_path):
     tensors = {"a": A, "steps": torch.arange(3), "mask": torch.ones(5, dtype=torch.bool)}
     safetensors.torch.save_file(tensors, tmp_path / "file.safetensors")
     reader = Reader([tmp_path / "file.safetensors"])
@@ -122,7 +122,7 @@ SPOILS = st.lists(st.tuples(st.integers(0, 200), st.binary(max_size=2), st.integ
 
 @settings(max_examples=500)
 @given(edits=EDITS, spoils=SPOILS, extra=st.sampled_from([0, 0, 0, 8, 1]), off=st.sampled_from([0, 0, 0, 1, -1, 60]))
-def test_whatever_the_header_says_what_is_read_is_what_the_library_reads(edits, spoils, extra, off, tmp_path_factory):
+def test_reader_equals_safetensors_for_random_headers(edits, spoils, extra, off, tmp_path_factory):
     header = {name: dict(entry) for name, entry in HEADER.items()}
     for name, field, value in edits:
         header.setdefault(name, {})[field] = value
@@ -193,7 +193,7 @@ def test_rows_written_read_and_divided(block, most, dtype, tmp_path_factory):
 # ---------------------------------------------------------------------------------------------------- broken reading
 
 
-def test_a_file_that_is_cut_after_its_header_was_read_is_named(tmp_path):
+def test_reader_names_file_truncated_after_header(tmp_path):
     path = write_bytes(tmp_path, file_of(HEADER))
     reader = Reader([path])
     assert torch.equal(whole(reader, "a"), A)
@@ -204,7 +204,7 @@ def test_a_file_that_is_cut_after_its_header_was_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
-def test_elements_that_the_disk_does_not_deliver_name_their_file(number, tmp_path):
+def test_read_error_of_elements_names_file(number, tmp_path):
     path = write_bytes(tmp_path, file_of(HEADER))
     reader = Reader([path])
     with mock.patch("os.preadv", side_effect=OSError(number, os.strerror(number))), pytest.raises(DamagedFile) as error:
@@ -212,14 +212,14 @@ def test_elements_that_the_disk_does_not_deliver_name_their_file(number, tmp_pat
     assert str(error.value) == f"{path} cannot be read ({os.strerror(number)})"
 
 
-def test_a_header_that_cannot_be_read_names_its_file(tmp_path):
+def test_read_error_of_header_names_file(tmp_path):
     (tmp_path / "folder.safetensors").mkdir()
     for name, why in (("folder.safetensors", "Is a directory"), ("none.safetensors", "No such file")):
         with pytest.raises(DamagedFile, match=f"{tmp_path / name} cannot be read .{why}"):
             Reader([tmp_path / name])
 
 
-def test_elements_outside_a_tensor_are_not_read(tmp_path):
+def test_reader_refuses_elements_outside_tensor(tmp_path):
     reader = Reader([write_bytes(tmp_path, file_of(HEADER))])
     with pytest.raises(ValueError, match="outside tensor a"):
         reader.read("a", Rows(4, 3))
@@ -274,7 +274,7 @@ def test_checksums_of_parts_add_up(block, scale, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("distance", [1, 2, 3, 1024, 2048, 5000])
-def test_a_checksum_detects_swapped_words(distance, dtype):
+def test_checksum_detects_swapped_and_shifted_words(distance, dtype):
     data = torch.randn(12_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows = Rows(0, data.numel())
     moved = data.clone()

@@ -1,4 +1,4 @@
-"""Saves in the background and synchronous saves write the same bytes, those of one step, whatever happens meanwhile."""
+"""Background and synchronous saves write the same bytes, all of one step, whatever happens meanwhile."""
 
 import errno
 import json
@@ -106,7 +106,7 @@ def late_copying() -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------- in the background
 
 
-def test_a_save_in_progress_writes_the_values_of_its_step(tmp_path):
+def test_background_save_writes_values_of_its_step(tmp_path):
     run, state = Training.of(EMA, background=True), State(1, 10, {"seed": 1}, 3, {"at": [1]})
     saver, before = run.saver(tmp_path), run.values()
     with held_writing() as go:
@@ -127,7 +127,7 @@ def test_a_save_in_progress_writes_the_values_of_its_step(tmp_path):
     assert equal(run.values(), before) and not equal(after, before)
 
 
-def test_the_next_save_waits_for_the_one_in_progress_and_returns_it(tmp_path):
+def test_save_waits_for_previous_save_and_returns_it(tmp_path):
     run = Training.of(background=True)
     saver = run.saver(tmp_path)
     with held_writing() as go:
@@ -201,7 +201,7 @@ def disk(tmp_path):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_full_disk_leaves_the_older_checkpoint(background, disk, tmp_path):
+def test_save_on_full_disk_keeps_older_checkpoint(background, disk, tmp_path):
     run, folder = Training.of(background=background), disk(10_000_000)
     saver = run.saver(folder)
     ended = lambda saves: [(s.step, s.path and s.path.name, s.error) for s in (*saves, *saver.wait())]
@@ -233,7 +233,7 @@ def one_of_two_fails(folder: str, background: bool) -> list[tuple]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_where_one_rank_cannot_write_every_rank_reports_it(background, tmp_path):
+def test_failed_save_of_one_rank_is_reported_by_all(background, tmp_path):
     results = run_ranks(one_of_two_fails, 2, str(tmp_path), background)
     assert results[0] == results[1]
     assert results[0] == [
@@ -242,7 +242,7 @@ def test_where_one_rank_cannot_write_every_rank_reports_it(background, tmp_path)
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-00000003", "step-00000001"]
 
 
-def test_a_mistake_in_the_thread_is_no_failed_save(tmp_path):
+def test_exception_in_save_thread_is_raised(tmp_path):
     saver = Training.of(background=True).saver(tmp_path)
     with mock.patch.object(saving, "_write_owned", side_effect=ZeroDivisionError("a mistake")):
         saver.save(State(1, 0, {}))
@@ -289,7 +289,7 @@ def hang_in_a_save(saver: Saver, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before the tensors", "before state.json", "before the name"])
-def test_kill_in_a_background_save(when, tmp_path):
+def test_kill_during_background_save_keeps_older_checkpoint(when, tmp_path):
     ((left, after),) = run_ranks(killed, 1, str(tmp_path), when)
     assert left == [".writing-step-00000002", "step-00000001"]
     assert after == ["step-00000001", "step-00000003"]
@@ -298,7 +298,7 @@ def test_kill_in_a_background_save(when, tmp_path):
 # ------------------------------------------------------------------------------------------------------ what is kept
 
 
-def test_keep_every(tmp_path):
+def test_keep_and_keep_every_choose_checkpoints(tmp_path):
     run = Training.of("checkpoint.keep=2", "checkpoint.keep_every=4")
     saver = run.saver(tmp_path)
     for step in range(1, 12):
@@ -306,7 +306,7 @@ def test_keep_every(tmp_path):
     assert [int(p.name[5:]) for p in checkpoint.list_checkpoints(tmp_path)] == [11, 10, 8, 4]
 
 
-def test_what_cannot_be_removed_stays(tmp_path):
+def test_save_succeeds_if_old_checkpoint_cannot_be_removed(tmp_path):
     run = Training.of("checkpoint.keep=1")
     saver = run.saver(tmp_path)
     saver.save(State(1, 0, {}))
@@ -315,8 +315,8 @@ def test_what_cannot_be_removed_stays(tmp_path):
     assert saved.error is None and len(checkpoint.list_checkpoints(tmp_path)) == 2
 
 
-def test_the_average_of_the_weights(tmp_path):
-    """It is saved and loaded. If the checkpoint has none it starts as the weights; if the run has none it is not
+def test_ema_is_saved_and_loaded(tmp_path):
+    """The EMA is saved and loaded. If the checkpoint has none it starts as the weights; if the run has none it is not
     read."""
     run, plain = Training.of(EMA), Training.of()
     with_it = checkpoint.save(tmp_path / "with", run.stages, run.mesh, run.cfg, State(1, 0, {}))
@@ -346,7 +346,7 @@ def rewrite(path: Path, change) -> None:
     path.write_text(json.dumps(body | {"digest": digest(body)}))
 
 
-def test_state(tmp_path):
+def test_state_round_trips_and_other_format_is_refused(tmp_path):
     run, state = Training.of(), State(7, 99, {"corpus": "x", "run.seed": 1}, 2, {"epoch": 1, "at": [3, None]})
     path = checkpoint.save(tmp_path, run.stages, run.mesh, run.cfg, state)
     assert checkpoint.inspect(path, run.cfg.model) == state
@@ -361,8 +361,8 @@ def test_state(tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [[], ["mesh.tp=2"], ["mesh.tp=4", "mesh.fsdp=2"], ["layout.rules.mlp=null"]], ids=str)
-def test_rows_and_runs_are_the_elements_of_the_shard(mesh):
-    """Against the whole tensor, sliced."""
+def test_rows_and_runs_cover_elements_of_shard(mesh):
+    """The reference is the whole tensor, sliced."""
     cfg = load_config([*SMALL, *mesh])
     cfg = resolve(cfg, cfg.mesh.tp * cfg.mesh.fsdp)
     spec, draw = MeshSpec.of(cfg.mesh), torch.Generator().manual_seed(0)
@@ -412,7 +412,7 @@ def memory_of_loading(folder: str, world: int) -> tuple[int, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_loading_takes_little_more_memory_than_it_fills(ranks, tmp_path):
+def test_load_needs_little_memory_beyond_shard(ranks, tmp_path):
     run_ranks(save_large, 1, str(tmp_path), 1)
     size = sum(len(b) for b in tensor_bytes(tmp_path / "step-00000001").values())
     for grown, shard in run_ranks(memory_of_loading, ranks, str(tmp_path), ranks):
@@ -423,7 +423,7 @@ def test_loading_takes_little_more_memory_than_it_fills(ranks, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["tp", "fsdp"])
-def test_bench(axis, tmp_path, capsys):
+def test_bench_checkpoint_measures_and_cleans_up(axis, tmp_path, capsys):
     args = ["megabytes=2", "rounds=2", "ranks=2", f"axis={axis}", f"folder={tmp_path}", f"out={tmp_path}/results.json"]
     assert bench(["checkpoint", *args]) == 0
     results = json.loads((tmp_path / "results.json").read_text())

@@ -91,12 +91,12 @@ SAMPLE: list[Case] = [
 ]  # fmt: skip
 
 
-def test_an_error_or_a_cut_while_a_checkpoint_is_read_falls_back(finished, corpus, tmp_path):
+def test_read_error_or_truncation_falls_back_to_older(finished, corpus, tmp_path):
     check_cases(SAMPLE, finished, corpus, tmp_path)
 
 
 @pytest.mark.full
-def test_fifty_random_errors_and_cuts_fall_back(finished, corpus, tmp_path):
+def test_fifty_random_read_errors_fall_back_to_older(finished, corpus, tmp_path):
     draw = random.Random(0)
     each = [(name, kind, draw.random()) for name in FILES for kind in (ERROR, CUT)]
     more = [(draw.choice(FILES[-2:]), draw.choice((ERROR, CUT)), draw.random()) for _ in range(50 - len(each))]
@@ -138,7 +138,7 @@ def test_all_ranks_fall_back_where_one_cannot_read(name, finished, corpus, tmp_p
 
 
 @pytest.mark.full
-def test_all_ranks_refuse_where_no_older_checkpoint_is_whole(finished, corpus, tmp_path):
+def test_all_ranks_refuse_without_readable_older_checkpoint(finished, corpus, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(checkpoint_of(folder, 3))
     args = arguments(folder, corpus, "resume=auto", "train.steps=4", "mesh.fsdp=2")

@@ -103,9 +103,9 @@ def first_drawn(cfg: Config, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.full), "mixtral"])
-def test_computes_what_the_dense_model_does(family, tmp_path):
+def test_upcycled_model_computes_same_as_dense(family, tmp_path):
     """With weights that add up to 1, the first loss is the dense one's. One process and experts on two ranks start from
-    the same bits: each expert is the layer's MLP, and the router is that of a new model. A rank reads no more than it
+    the same bits: each expert is the layer's MLP, and the router is drawn as for a new model. A rank reads only what it
     holds."""
     weights = dense_folder(tmp_path, DENSE[family])
     base = [word for word in BASE if not word.startswith("model.")]
@@ -127,8 +127,8 @@ def test_computes_what_the_dense_model_does(family, tmp_path):
             assert elements == sum(values.numel() for _, name, _, _, values in pieces if name not in drawn)
 
 
-def test_a_shared_expert_without_a_gate_adds_its_mlp_once_more(tmp_path):
-    """To those of a token's experts, whose weights add up to the scaling factor."""
+def test_ungated_shared_expert_adds_dense_mlp_once_more(tmp_path):
+    """It adds to the output of a token's experts, whose weights add up to the scaling factor."""
     weights = dense_folder(tmp_path / "dense", DENSE["glm4_moe"])
     overrides = [*BASE, *OWN["glm4_moe"], f"init_from={tmp_path / 'dense'}", "moe.upcycle=true"]
     upcycled, *_ = start(overrides)
@@ -140,7 +140,7 @@ def test_a_shared_expert_without_a_gate_adds_its_mlp_once_more(tmp_path):
     assert abs(upcycled.losses[0] - dense.losses[0]) < 1e-6, "weights in fp32 were multiplied"
 
 
-def test_dense_layers_and_shared_experts_are_copies_too(tmp_path):
+def test_dense_layers_and_shared_experts_copy_dense_mlp(tmp_path):
     weights = dense_folder(tmp_path, DENSE["qwen2_moe"])
     overrides = [*BASE, *OWN["qwen2_moe"], f"init_from={tmp_path}", "moe.upcycle=true"]
     tensors = assembled([start(overrides)]).tensors["weight"]
@@ -185,7 +185,7 @@ def refused(overrides: list[str]) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name, tmp_path):
+def test_upcycling_refuses_unsupported_settings(name, tmp_path):
     overrides, said = REFUSED[name]
     dense_folder(tmp_path, DENSE["qwen3_moe"])
     base = BASE if not overrides[0].startswith("model=") else BASE[:1]
@@ -193,23 +193,23 @@ def test_refused(name, tmp_path):
     assert all(word in line for word in said), line
 
 
-def test_other_norms_of_queries_are_refused(tmp_path):
-    """OLMoE's run over all heads, under the names that Qwen3's have."""
+def test_upcycling_refuses_other_query_norm_shape(tmp_path):
+    """OLMoE normalizes over all heads at once, with weights of the same names as Qwen3's."""
     dense_folder(tmp_path, DENSE["qwen3_moe"])
     olmoe = ["model.model_type=olmoe", "model.head_dim=16", "model.moe_intermediate_size=null"]
     line = refused([*BASE, *olmoe, "model.intermediate_size=48", f"init_from={tmp_path}", "moe.upcycle=true"])
     assert "model.model_type=olmoe" in line and "q_norm.weight would be (64,)" in line and "(16,)" in line
 
 
-def test_a_mixture_is_none_to_start_from(tmp_path):
+def test_upcycling_refuses_moe_folder(tmp_path):
     write(tmp_path, MIXTRAL)
     save_file({f"tensor {i}": torch.zeros(1) for i in range(1000)}, tmp_path / "model.safetensors")
     line = refused([*BASE, *OWN["mixtral"], f"init_from={tmp_path}", "moe.upcycle=true"])
     assert f"init_from={tmp_path} already is a mixture of experts (mixtral)" in line and "remove moe.upcycle" in line
 
 
-def test_a_recipe_may_say_so(tmp_path):
-    """Then fields of the model stand beside init_from, which are else refused."""
+def test_upcycle_in_recipe_allows_model_fields(tmp_path):
+    """Fields of the model may then be set together with init_from. Otherwise they are refused."""
     (tmp_path / "recipe").mkdir()
     recipe = "# @package _global_\ndefaults:\n  - override /model: moe_debug\nmoe:\n  upcycle: true\n"
     (tmp_path / "recipe" / "mine.yaml").write_text(recipe)

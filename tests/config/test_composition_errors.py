@@ -293,7 +293,7 @@ def own(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_mistake_in_an_own_recipe(name, own):
+def test_mistake_in_own_recipe_is_one_line_error(name, own):
     content, line = RECIPES[name]
     file = own / "recipe/own.yaml"
     file.write_text(content)
@@ -303,7 +303,7 @@ def test_a_mistake_in_an_own_recipe(name, own):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_mistake_on_the_command_line(name, own, capsys, monkeypatch):
+def test_mistake_on_command_line_is_one_line_error(name, own, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train"])
     args, line = COMMANDS[name]
     fill = lambda text: text.replace("{dir}", str(own))
@@ -313,7 +313,7 @@ def test_a_mistake_on_the_command_line(name, own, capsys, monkeypatch):
     assert ran == [fill(line)], "torchrun is told another line"
 
 
-def test_hydra_shows_the_same_line(own, capsys, monkeypatch):
+def test_cfg_flag_prints_same_error_line(own, capsys, monkeypatch):
     """`--cfg` is Hydra's; the error of the file is ours."""
     monkeypatch.setattr("sys.argv", ["train"])
     content, line = RECIPES["misspelt key"]
@@ -322,14 +322,14 @@ def test_hydra_shows_the_same_line(own, capsys, monkeypatch):
     assert refusal(capsys, ["--config-dir", str(own), "recipe=own", "--cfg", "job"]) == line.format(file=file)
 
 
-def test_a_recipe_with_the_name_of_a_shipped_one(own):
+def test_recipe_named_like_shipped_one_is_refused(own):
     file = own / "recipe/llama_debug.yaml"
     file.write_text(GLOBAL)
     with pytest.raises(ConfigError, match=f"recipe=llama_debug: two files have this name, .* and {file}: rename yours"):
         load_config(["recipe=llama_debug"], [str(own)])
 
 
-def test_what_is_right_stays_right(own):
+def test_valid_overrides_are_accepted(own):
     """A key of a free-form dict can be deleted, a quoted comma is one value, and `${hydra:...}` has values."""
     cfg = load_config(
         [
@@ -345,7 +345,7 @@ def test_what_is_right_stays_right(own):
     assert "rope_type" in cfg.model.rope_scaling and "factor" not in cfg.model.rope_scaling
 
 
-def test_a_sweep_that_is_right_runs(own, monkeypatch):
+def test_valid_sweep_runs_every_job(own, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train"])
     monkeypatch.chdir(own)
     steps: list[tuple[int, int]] = []
@@ -356,6 +356,6 @@ def test_a_sweep_that_is_right_runs(own, monkeypatch):
 
 
 @pytest.mark.parametrize("other", [["recipe=llama_debug"], [], {"recipe": "llama_debug"}], ids=repr)
-def test_compose_takes_strings(other):
+def test_compose_refuses_non_strings(other):
     with pytest.raises(ConfigError, match=f"not a {type(other).__name__}: call compose"):
         compose(other)

@@ -39,7 +39,7 @@ MEANT = {  # override -> what the error must contain
 
 
 @pytest.mark.parametrize("override", MEANT)
-def test_a_key_or_value_is_found_by_its_meaning(override):
+def test_foreign_key_error_suggests_our_key(override):
     with pytest.raises(ConfigError) as caught:
         resolve(load_config(["recipe=llama_debug", override]), 1)
     assert MEANT[override] in str(caught.value)
@@ -55,7 +55,7 @@ FLAGS = {  # arguments -> the error
 
 
 @pytest.mark.parametrize("words", FLAGS)
-def test_a_flag_is_an_override(words, capsys):
+def test_foreign_flag_error_suggests_override(words, capsys):
     assert refusal(capsys, words.split()).removeprefix("error: ").startswith(FLAGS[words])
 
 
@@ -69,7 +69,7 @@ def mentioned(text: str) -> set[str]:
     }
 
 
-def test_every_target_exists():
+def test_every_suggested_key_and_value_exists():
     groups, keys = group_options([conf_dir()]), known_keys()
     for meaning, names in _MEANINGS.items():
         head = meaning.partition(";")[0]
@@ -83,7 +83,7 @@ def test_every_target_exists():
         )
 
 
-def test_every_name_has_one_meaning():
+def test_every_foreign_name_has_one_meaning():
     for table in (_MEANINGS, _VALUES):
         names = [name for names in table.values() for name in names.split()]
         assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
@@ -103,8 +103,8 @@ def said_on(page: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("page", sorted(HOWTO.glob("from_*.md")), ids=lambda page: page.stem)
-def test_the_pages_agree(page):
-    """The table knows each option that a page translates, and means one of the keys that the page names."""
+def test_migration_pages_agree_with_table(page):
+    """The table has each option that a page translates, and maps it to one of the keys that the page names."""
     said = said_on(page)
     assert len(said) >= 15, "the tables of the page are not found"
     for name, keys in said.items():

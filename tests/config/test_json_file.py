@@ -19,7 +19,7 @@ REFUSED = {  # content of the file -> what the line must say
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_read_object_refuses_what_is_no_plain_object(name, tmp_path, monkeypatch):
+def test_read_object_refuses_invalid_content(name, tmp_path, monkeypatch):
     content, said = REFUSED[name]
     path = tmp_path / "some.json"
     path.write_bytes(content)

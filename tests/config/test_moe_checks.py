@@ -18,7 +18,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_balance(name):
+def test_default_balance_follows_from_model_and_init(name):
     overrides, balance, coefficient = DEFAULTS[name]
     cfg = load_config(["recipe=moe_debug", *(o for o in overrides if not o.startswith("init_from"))])
     cfg.init_from = "folder" if "init_from=folder" in overrides else None  # whose model is read before
@@ -26,7 +26,7 @@ def test_balance(name):
     assert (moe.balance, moe.aux_coef) == (balance, coefficient)
 
 
-def test_a_dense_model_has_none():
+def test_dense_model_has_no_balance():
     assert resolve(load_config(["recipe=llama_debug"]), 1).moe.balance is None
 
 
@@ -53,7 +53,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_moe_settings_that_contradict_are_refused(name):
     recipe, overrides, said = REFUSED[name]
     line = config_refusal([f"recipe={recipe}", *overrides.split()], 4 if "mesh.dp=4" in overrides else 1)
     assert all(word in line for word in said), line

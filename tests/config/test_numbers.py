@@ -32,14 +32,14 @@ ROPE = {
 
 
 @pytest.mark.parametrize("override", REFUSED)
-def test_a_number_out_of_range(override):
+def test_number_out_of_range_is_refused(override):
     key = override.partition("=")[0]
     line = config_refusal(["recipe=llama_debug", override])
     assert line.startswith(f"{key}=") and line.endswith(f": {REFUSED[override]}")
 
 
 @pytest.mark.parametrize("scaling", ROPE)
-def test_a_number_of_rope(scaling):
+def test_rope_number_out_of_range_is_refused(scaling):
     assert config_refusal(["recipe=llama_debug", f"model.rope_scaling={scaling}"]) == (
         f"model.rope_scaling.{ROPE[scaling]}"
     )

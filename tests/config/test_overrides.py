@@ -25,12 +25,12 @@ def test_a_sweep_of_integers_may_be_written_as_floats():
 
 
 @pytest.mark.parametrize("text", ["1.5", "1e-1", "inf", "nan"])
-def test_a_fraction_is_no_integer(text):
+def test_fraction_for_integer_key_is_refused(text):
     with pytest.raises(ConfigError, match=r"^train\.steps=.*: must be a whole number$"):
         load_config([PLAIN, f"train.steps={text}"])
 
 
-def test_a_float_in_a_recipe_is_refused_with_the_integer(tmp_path):
+def test_float_in_recipe_error_suggests_integer(tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe/mine.yaml").write_text("# @package _global_\ntrain:\n  steps: 1e3\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml:3: train\.steps=1000\.0: must be a whole number: write 1000$"):
@@ -38,7 +38,7 @@ def test_a_float_in_a_recipe_is_refused_with_the_integer(tmp_path):
 
 
 def test_a_list_of_one_logger_is_that_logger():
-    """In a process of its own, as Hydra warns once. Its warning is no line of ours."""
+    """Hydra warns only once, so the test runs in its own process. The warning must not be about loggers."""
     program = "from ndtrain.config import load_config; print(load_config(['logger=[wandb]']).logger.name)"
     done = subprocess.run([sys.executable, "-W", "always", "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "wandb\n" and "logger" not in done.stderr, done.stderr

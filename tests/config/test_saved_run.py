@@ -45,26 +45,26 @@ def refused(*overrides: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["", "/", "/checkpoints", "/checkpoints/step-00000004"])
-def test_a_path_in_a_run_folder_brings_its_configuration(where, folder):
+def test_resume_path_loads_configuration_of_run(where, folder):
     cfg = load_config([f"resume={folder}{where}", "train.steps=90"])
     assert (cfg.optim.lr, cfg.train.steps, cfg.model.hidden_size, cfg.run.name) == (5e-3, 90, 64, "first")
     assert cfg.run.dir == str(folder), "it does not go on in the folder"
 
 
-def test_resume_auto_takes_all_of_the_run(folder, tmp_path):
+def test_resume_auto_loads_whole_configuration(folder, tmp_path):
     saved = (folder / NAME).read_text()
     assert to_yaml(resolve(resumed(folder), 1)).replace("resume: auto", "resume: none") == saved
     moved = folder.rename(tmp_path / "moved")
     assert resumed(moved).run.dir == str(moved)
 
 
-def test_the_folder_may_follow_from_other_keys(folder):
+def test_run_dir_may_reference_overridden_keys_only(folder):
     assert load_config(["resume=auto", f"run.dir={folder.parent}/${{run.name}}", "run.name=run"]).optim.lr == 5e-3
     line = refused("resume=auto", f"run.dir={folder.parent}/${{optim.lr}}")
     assert "write the path without it" in line
 
 
-def test_overrides_change_it(folder):
+def test_overrides_change_resumed_configuration(folder):
     cfg = resumed(folder, "optim.lr=1", "schedule=zb_h1", "logger=jsonl", "layout.rules.vocab=null")
     assert (cfg.optim.lr, cfg.schedule.name, cfg.logger.name, cfg.layout.rules["vocab"]) == (1, "zb_h1", "jsonl", None)
     assert cfg.logger.project == "mine", "an option of a group sets more than its file says"
@@ -72,11 +72,11 @@ def test_overrides_change_it(folder):
     assert (other.model, other.data.vocab_size) == (load_config(["model=llama_small"]).model, other.model.vocab_size)
 
 
-def test_a_recipe_that_is_named_takes_its_place(folder):
+def test_named_recipe_replaces_saved_configuration(folder):
     assert resumed(folder, "recipe=llama_small").optim.lr == load_config(["recipe=llama_small"]).optim.lr
 
 
-def test_what_followed_from_the_mesh_follows_again(tmp_path):
+def test_mesh_dependent_defaults_are_derived_again(tmp_path):
     whole = ["train.micro_batch=null", "train.global_batch=8"]
     wide = save(tmp_path / "wide", *whole, "mesh.fsdp=2", ranks=2)
     cfg = resolve(resumed(wide, "mesh.fsdp=-1"), 8)
@@ -88,12 +88,12 @@ def test_what_followed_from_the_mesh_follows_again(tmp_path):
     assert (cfg.mesh.zero, cfg.train.micro_batch) == (2, 2), "what was given is lost"
 
 
-def test_a_launch_script_finds_the_folder(folder, capsys):
+def test_launch_query_prints_folder_of_resumed_run(folder, capsys):
     assert launch_query.main(["folder", f"resume={folder}/checkpoints"]) == 0
     assert capsys.readouterr().out.strip() == str(folder)
 
 
-def test_a_new_folder_starts_with_what_is_named(tmp_path):
+def test_resume_auto_in_new_folder_uses_named_recipe(tmp_path):
     assert resumed(tmp_path, "model=llama_small").model.hidden_size == 256
     assert resumed(tmp_path, "recipe=llama_small").model.hidden_size == 256
 
@@ -113,7 +113,7 @@ def test_a_folder_without_a_run_is_refused(name, tmp_path):
     assert all(word in line for word in words), line
 
 
-def test_a_sweep_over_runs_is_refused(folder):
+def test_sweep_over_resumed_runs_is_refused(folder):
     for overrides in (["resume=auto", f"run.dir={folder},other"], [f"resume={folder},auto"]):
         with pytest.raises(ConfigError, match=r"jobs of this sweep resume different runs.*recipe=NAME"):
             check_overrides(overrides, hydra=True)
@@ -124,7 +124,7 @@ def test_a_sweep_over_runs_is_refused(folder):
 # ----------------------------------------------------------------------------------------------------------- the file
 
 
-def test_keys_of_another_version_are_named_together(folder):
+def test_error_names_all_keys_of_other_version(folder):
     text = (
         (folder / NAME)
         .read_text()
@@ -138,7 +138,7 @@ def test_keys_of_another_version_are_named_together(folder):
     assert resumed(folder).optim.lr == 5e-3
 
 
-def test_keys_that_an_older_version_had_not_have_their_defaults(folder):
+def test_keys_missing_in_older_file_get_defaults(folder):
     (folder / NAME).write_text((folder / NAME).read_text().replace("  keep_every: 0\n", ""))
     assert resumed(folder).checkpoint.keep_every == 0
 
@@ -161,7 +161,7 @@ DAMAGES = {  # content of config.yaml, with SAVED for the right one -> words of 
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_file_that_cannot_be_used_is_named(name, folder):
+def test_error_names_unusable_configuration_file(name, folder):
     content, words = DAMAGES[name]
     saved = (folder / NAME).read_text()
     content = content.replace("SAVED", saved).replace("TYPO", saved.replace("  steps: 20", "  steps: many"))
@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_used_is_named(name, folder):
     assert len(line) < 1000, "the file is in the message"
 
 
-def test_a_reference_in_the_configuration_of_a_checkpoint_is_refused():
+def test_reference_in_checkpoint_configuration_is_refused():
     """`evaluate` takes its configuration from state.json, which may be a stranger's."""
     saved = SavedRun({"run": {"name": "${oc.env:HOME}"}}, "state.json", follows=False)
     with pytest.raises(ConfigError, match=r"run\.name=.*no references"):

@@ -102,7 +102,7 @@ def theirs(monkeypatch):
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("turns", [1, 2, 3])
-def test_a_marked_template_learns_what_transformers_masks(style, turns, folders, theirs, tmp_path):
+def test_marked_template_learns_assistant_mask_of_transformers(style, turns, folders, theirs, tmp_path):
     messages = [message for _ in range(turns) for message in HELLO]
     if style != "mistral":
         messages = [*SYSTEM, *messages]
@@ -117,7 +117,7 @@ def test_a_marked_template_learns_what_transformers_masks(style, turns, folders,
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("marked", [False, True])
-def test_a_completion_begins_where_the_prompt_ends(style, marked, folders, theirs, tmp_path):
+def test_completion_is_learned_after_templated_prompt(style, marked, folders, theirs, tmp_path):
     """The rule of TRL's `completion_only_loss`: all tokens after the prompt with its generation prompt."""
     folder, (prompt, completion) = folders[style, marked], (LONG[:3], LONG[3:])
     before = theirs(folder, prompt, add_generation_prompt=True)["input_ids"]
@@ -129,7 +129,7 @@ def test_a_completion_begins_where_the_prompt_ends(style, marked, folders, their
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_completion_of_text_needs_no_template(style, folders, tmp_path):
+def test_plain_text_completion_needs_no_template(style, folders, tmp_path):
     folder = folders[style, False]
     tokenizer = tokenizer_of(folder)
     prompt, completion = "the quick brown", " fox jumps"
@@ -142,7 +142,7 @@ def test_a_completion_of_text_needs_no_template(style, folders, tmp_path):
 
 
 @pytest.mark.parametrize("style", ["llama3", "mistral"])
-def test_without_markers_each_turn_is_what_follows_its_prompt(style, folders, theirs, tmp_path):
+def test_unmarked_template_learns_text_after_each_prompt(style, folders, theirs, tmp_path):
     folder = folders[style, False]
     ((ids, learned),) = conversations(opened(folder, [{"messages": LONG}], tmp_path))
     length = lambda count, **more: len(theirs(folder, LONG[:count], **more)["input_ids"])
@@ -153,9 +153,7 @@ def test_without_markers_each_turn_is_what_follows_its_prompt(style, folders, th
     assert ids == theirs(folder, LONG)["input_ids"] and learned == want
 
 
-def test_turns_that_a_template_renders_otherwise_later_are_learned_as_the_model_would_write_them(
-    folders, theirs, tmp_path
-):
+def test_turns_rerendered_later_become_own_conversations(folders, theirs, tmp_path):
     """The template drops the thoughts of earlier turns. So each turn is learned in a conversation that ends with it."""
     folder = folders["qwen3", False]
     data = opened(folder, [{"messages": LONG}, {"messages": HELLO}], tmp_path)
@@ -169,7 +167,7 @@ def test_turns_that_a_template_renders_otherwise_later_are_learned_as_the_model_
     assert "2 rows became 3 conversations" in line
 
 
-def test_turns_without_a_question_between_stay_in_one_conversation(folders, tmp_path):
+def test_consecutive_assistant_turns_stay_in_one_conversation(folders, tmp_path):
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "mix", "arguments": {}}}]}
     messages = [HELLO[0], call, {"role": "tool", "content": "fox"}, HELLO[1]]
     ((_, learned),) = conversations(opened(folders["qwen3", False], [{"messages": messages}], tmp_path))
@@ -180,7 +178,7 @@ TOOLS = [{"type": "function", "function": {"name": "mix", "parameters": {"type":
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_tools_calls_and_further_variables_reach_the_template(as_text, folders, theirs, tmp_path):
+def test_template_gets_tools_calls_and_extra_variables(as_text, folders, theirs, tmp_path):
     folder = folders["llama3", True]
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "mix"}}]}
     messages = [HELLO[0], call, {"role": "tool", "content": "fox"}, HELLO[1]]
@@ -192,21 +190,21 @@ def test_tools_calls_and_further_variables_reach_the_template(as_text, folders, 
     assert template.render(HELLO, more={"mood": "glad "}).text == "glad the quick fox?"
 
 
-def test_reasoning_has_one_name(folders, theirs, tmp_path):
+def test_thinking_counts_as_reasoning_content(folders, theirs, tmp_path):
     folder = folders["qwen3", True]
     messages = [HELLO[0], HELLO[1] | {"thinking": "hm hm"}]
     ((ids, _),) = conversations(opened(folder, [{"messages": messages}], tmp_path))
     assert ids == theirs(folder, messages)["input_ids"]
 
 
-def test_a_generation_prompt_that_says_more_than_the_message():
+def test_span_is_found_if_generation_prompt_adds_text():
     text = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     text += "{% if add_generation_prompt %}<assistant><think>{% endif %}"
     (sample,) = samples_of({"messages": HELLO}, ChatTemplate({"default": text}, {}, DAY), "")
     assert [sample.text[a:b] for a, b, _ in sample.spans] == ["a lazy dog."]
 
 
-def test_tokens_that_overlap_a_span_are_learned():
+def test_token_weights_cover_overlapping_tokens():
     offsets = [(0, 0), (0, 2), (2, 4), (4, 6), (6, 8), (8, 9)]
     assert token_weights(offsets, [Span(3, 5), Span(8, 9, 0.5)]) == [0, 0, 1, 1, 0, 0.5]
 
@@ -214,7 +212,7 @@ def test_tokens_that_overlap_a_span_are_learned():
 # ----------------------------------------------------------------------------------------------------------- templates
 
 
-def test_special_tokens_and_marks_do_not_meet_what_a_user_writes(folders, tmp_path):
+def test_template_tags_in_user_text_stay_text(folders, tmp_path):
     """A mark is no text that a conversation could hold, so one that spells the tag is text."""
     said = [HELLO[0] | {"content": "{% generation %}{{ bos_token }}"}, HELLO[1]]
     data = opened(folders["mistral", True], [{"messages": said}], tmp_path)
@@ -239,7 +237,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("text", ESCAPES)
-def test_what_a_template_may_not_do(text):
+def test_template_cannot_escape_sandbox(text):
     with pytest.raises(TemplateError) as caught:
         rendered = ChatTemplate({"default": text}, {}, DAY).render(HELLO).text
         assert rendered == "", rendered  # what is undefined
@@ -247,13 +245,13 @@ def test_what_a_template_may_not_do(text):
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_that_says_too_much_is_stopped(monkeypatch):
+def test_template_with_too_long_output_is_stopped(monkeypatch):
     monkeypatch.setattr("ndtrain.data.chat.template._LARGEST", 1000)
     with pytest.raises(TemplateError, match="its output has more than"):
         ChatTemplate({"default": "{% for i in range(99999) %}{{ i }}{% endfor %}"}, {}, DAY).render(HELLO)
 
 
-def test_where_a_template_may_stand():
+def test_read_template_finds_every_place_of_template():
     single = json.dumps({"chat_template": "one", "bos_token": {"content": "<s>"}}).encode()
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     render = lambda files, tools=None: read_template(files, DAY).render(HELLO, tools).text
@@ -270,7 +268,7 @@ def test_where_a_template_may_stand():
             read_template({"tokenizer_config.json": broken}, DAY)
 
 
-def test_today_is_a_day_of_the_configuration(folders, tmp_path):
+def test_template_date_comes_from_configuration(folders, tmp_path):
     folder, rows = folders["llama3", True], [{"messages": HELLO}]
     told = lambda data: data.tokenizer.decode(conversations(data)[0][0])
     first = opened(folder, rows, tmp_path)
@@ -295,7 +293,7 @@ def test_packing_keeps_every_item_whole_and_fills_bins(lengths):
     assert [held[0] for held in bins] == sorted(held[0] for held in bins)
 
 
-def test_packed_rows_restart_positions_and_learn_the_assistant_alone(folders, tmp_path):
+def test_packed_rows_restart_positions_and_mask_users(folders, tmp_path):
     folder = folders["llama3", True]
     rows = [{"messages": LONG if n % 3 else HELLO} for n in range(9)]
     data = opened(folder, rows, tmp_path)
@@ -326,7 +324,7 @@ def conversations_of(batch) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def test_what_is_too_long_is_cut_off_or_left_out_and_counted(folders, tmp_path):
+def test_too_long_conversation_is_cut_or_dropped_and_counted(folders, tmp_path):
     folder = folders["mistral", True]
     late = [{"role": "user", "content": "potions " * 60}, HELLO[1]]
     rows = [{"messages": HELLO}, {"messages": [*HELLO, *HELLO, *HELLO, *HELLO]}, {"messages": late}]
@@ -351,7 +349,7 @@ def test_the_first_token_of_a_conversation_is_never_learned():
     assert packed.starts(0).tolist() == [3, 6]
 
 
-def test_conversations_are_kept_in_the_cache(folders, tmp_path, monkeypatch):
+def test_conversations_are_cached(folders, tmp_path, monkeypatch):
     folder, rows = folders["qwen3", True], [{"messages": LONG}] * 3
     first = opened(folder, rows, tmp_path)
     monkeypatch.setattr("ndtrain.data.chat.conversations.samples_of", lambda *args: pytest.fail("rendered again"))
@@ -392,7 +390,7 @@ def weights_of(data: ChatData) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_a_token_has_the_weight_of_its_row_times_its_message(marked, folders, tmp_path):
+def test_token_weight_is_row_weight_times_message_weight(marked, folders, tmp_path):
     user, answer = HELLO
     turns = [user, answer | {"weight": 0.5}, user, answer | {"weight": 0}, user, answer]
     rows = [
@@ -409,7 +407,7 @@ def test_a_token_has_the_weight_of_its_row_times_its_message(marked, folders, tm
     assert 0 < sum(fewer) < sum(learned) and all(a <= b for a, b in zip(fewer, learned, strict=True))
 
 
-def test_batches_have_the_weights_of_the_tokens_they_predict(folders, tmp_path):
+def test_batch_weights_belong_to_predicted_tokens(folders, tmp_path):
     user, answer = HELLO
     data = opened(folders["llama3", True], [{"messages": [user, answer | {"weight": 0.5}]}], tmp_path)
     cfg = config(folders["llama3", True], tmp_path / "chat.jsonl")
@@ -421,7 +419,7 @@ def test_batches_have_the_weights_of_the_tokens_they_predict(folders, tmp_path):
     assert torch.equal(plain.labels, batch.labels) and not plain.columns
 
 
-def test_an_objective_that_ignores_weights_says_so(folders, tmp_path):
+def test_objective_that_ignores_weights_gives_warning(folders, tmp_path):
     folder, (user, answer) = folders["llama3", True], HELLO
     cfg = config(folder, tmp_path / "chat.jsonl")
     warned = lambda data: any("objective=weighted" in line for line in data.warnings(cfg))
@@ -470,7 +468,7 @@ REFUSED = {  # a row -> what the line must say behind the file and the row
 
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_row_that_is_refused_is_named(case, marked, folders, tmp_path):
+def test_refused_row_is_named_by_line(case, marked, folders, tmp_path):
     row, line = REFUSED[case]
     with pytest.raises(ConfigError) as caught:
         opened(folders["mistral", marked], [{"messages": HELLO}, "\n", row], tmp_path)
@@ -478,28 +476,28 @@ def test_a_row_that_is_refused_is_named(case, marked, folders, tmp_path):
     assert said.startswith(f"data.path: {tmp_path}/chat.jsonl:3: ") and line in said and "\n" not in said
 
 
-def test_a_template_that_rewrites_what_was_said_is_refused(folders, tmp_path):
+def test_template_that_rewrites_earlier_messages_is_refused(folders, tmp_path):
     """Without markers, nobody can tell where the answer begins."""
     text = "{{ messages | length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     with pytest.raises(RowError, match=r"renders the messages before message 2 differently once it follows"):
         samples_of({"messages": HELLO}, ChatTemplate({"default": text}, {}, DAY), "")
 
 
-def test_a_row_without_end_is_refused(folders, tmp_path, monkeypatch):
+def test_too_long_row_is_refused(folders, tmp_path, monkeypatch):
     monkeypatch.setattr("ndtrain.data.chat.conversations._ROW_BYTES", 200)
     rows = [{"messages": HELLO}, {"messages": HELLO * 9}]
     with pytest.raises(ConfigError, match=r"chat.jsonl:2: longer than"):
         opened(folders["mistral", True], rows, tmp_path)
 
 
-def test_a_tokenizer_without_a_template_is_named(folders, tmp_path):
+def test_tokenizer_without_chat_template_is_refused(folders, tmp_path):
     write_tokenizer(tmp_path / "plain", "qwen3", True)
     (tmp_path / "plain" / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match=r"chat.jsonl:1: has messages, but the tokenizer has no chat template"):
         opened(tmp_path / "plain", [{"messages": HELLO}], tmp_path)
 
 
-def test_keys_that_do_not_fit():
+def test_chat_keys_that_contradict_are_refused():
     chat = ["recipe=llama_debug", "data=chat", "data.path=x.jsonl"]
     assert "data.tokenizer=byte: data=chat needs the model's tokenizer" in config_refusal(chat)
     given_folder = [*chat, "data.tokenizer=folder"]

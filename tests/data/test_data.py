@@ -107,7 +107,7 @@ def test_shuffle_differs_between_epochs_and_seeds():
     assert len(orders) == 400
 
 
-def test_shuffle_sends_every_position_everywhere_equally():
+def test_shuffle_is_uniform_over_positions():
     sampled = sequences(7, seq_len=1, global_batch=7)
     orders = np.stack([sampled.tokens(epoch, range(7))[:, 0] for epoch in range(3500)])
     hits = np.stack([np.bincount(column, minlength=7) for column in orders.T])
@@ -127,7 +127,7 @@ def test_shuffle_needs_no_index_of_a_huge_corpus():
     seed=st.integers(0, 99),
     flag=st.booleans(),
 )
-def test_rows_depend_on_seed_and_step_alone(step, rows, seed, flag):
+def test_rows_depend_only_on_seed_and_step(step, rows, seed, flag):
     whole = sequences(seed=seed, shuffle=flag).tokens(step, range(6))
     other = sequences(seed=seed, shuffle=flag)
     other.tokens(step // 2, range(3))  # what was asked before plays no part
@@ -152,7 +152,7 @@ def test_replicas_and_microbatches_make_up_the_global_batch(replicas, micro, ste
     assert torch.equal(torch.cat([b.labels for b in batches]), torch.from_numpy(whole[:, 1:]))
 
 
-def test_rows_must_divide_and_lie_in_the_batch():
+def test_rows_of_refuses_indivisible_or_outside_rows():
     with pytest.raises(ValueError, match="not a multiple of 4 replicas"):
         rows_of(0, 4, 6)
     with pytest.raises(IndexError):
@@ -226,7 +226,7 @@ packed_tokens = st.integers(1, 4).flatmap(
 )
 
 
-def test_packed_rows():
+def test_packed_rows_equal_worked_example():
     ids = np.array([5, 0, 3, 4, 0, 0, 7, 8, 0, 6, 6, 6, 6, 6, 6, 6, 0, 9, 9, 9, 9, 9, 9, 9, 9])
     (batch,) = microbatches(Sequences(ids, 8, 3, 0, False), 0, range(3), 3, packing=Packing(0))
     assert batch.tokens.tolist() == [ids[i : i + 8].tolist() for i in (0, 8, 16)]
@@ -294,7 +294,7 @@ def test_a_sharding_of_another_length_is_refused():
 
 
 @pytest.mark.parametrize("change", [lambda b: b.to(torch.device("meta")), Batch.pin])
-def test_a_moved_batch_keeps_everything(change, monkeypatch):
+def test_moved_batch_keeps_every_field(change, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x.to("meta"))  # pinning needs a GPU
     ones = torch.ones(2, 4, dtype=torch.long)
     moved = change(Batch(ones, ones, ones[0], ((0,), (0, 2))))
@@ -316,7 +316,7 @@ def test_packing_splits_a_text_corpus_at_its_documents(folder, tmp_path):
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_bin_file_is_split_at_its_own_end_of_text(tmp_path, monkeypatch, pack):
+def test_bin_file_is_split_at_its_eos_id(tmp_path, monkeypatch, pack):
     monkeypatch.setattr(store, "_SCAN_TOKENS", 7)
     path = tmp_path / "a.bin"
     np.arange(40, dtype="<u2").tofile(path)
@@ -329,7 +329,7 @@ def test_bin_file_is_split_at_its_own_end_of_text(tmp_path, monkeypatch, pack):
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_run_gets_packed_batches_and_says_when_packing_changed(tmp_path, monkeypatch, pack):
+def test_run_trains_on_packed_batches_and_logs_changed_packing(tmp_path, monkeypatch, pack):
     corpus, folder = tmp_path / "corpus", tmp_path / "run"
     corpus.mkdir()
     for n in range(40):
@@ -369,7 +369,7 @@ def test_prefetcher_keeps_at_most_depth_items_ready():
     ahead.close()
 
 
-def test_prefetcher_measures_the_wait_and_insists_on_order():
+def test_prefetcher_measures_wait_and_refuses_other_order():
     ahead = Prefetcher(lambda step: time.sleep(0.2), 0, 2, depth=1)
     assert ahead.get(0)[1] > 0.1
     with pytest.raises(ValueError, match="the next step is 1 "):
@@ -377,7 +377,7 @@ def test_prefetcher_measures_the_wait_and_insists_on_order():
     ahead.close()
 
 
-def test_prefetcher_hands_on_what_make_raised_after_the_items_before_it():
+def test_prefetcher_raises_error_of_make_at_its_step():
     def make(step):
         if step == 2:
             raise OSError("disk gone")
@@ -410,7 +410,7 @@ def test_prefetcher_closes_promptly_even_while_someone_waits():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_prefetcher_copies_to_the_device_beside_its_work():
+def test_prefetcher_copies_batch_to_device():
     here = torch.device("cuda", torch.cuda.current_device())
     batch = Batch(torch.ones(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long))
     ahead = Prefetcher(lambda step: [batch], 0, 1, depth=1, device=here)
@@ -422,7 +422,7 @@ def test_prefetcher_copies_to_the_device_beside_its_work():
 # ------------------------------------------------------------------------------------------------------------ corpora
 
 
-def test_text_folder_file_and_glob(folder, tmp_path):
+def test_text_path_may_be_folder_file_or_glob(folder, tmp_path):
     everything = documents(open_data(config({"name": "text", "path": str(folder)}, tmp_path)))
     names = sorted(folder.rglob("*.txt"), key=lambda p: p.relative_to(folder).as_posix())
     assert everything == [text for p in names if (text := p.read_text("utf-8"))]
@@ -432,7 +432,7 @@ def test_text_folder_file_and_glob(folder, tmp_path):
     assert some == [(folder / "b" / f"0{n}.txt").read_text("utf-8") for n in (1, 3)]
 
 
-def test_validation_split_holds_out_whole_files_and_new_files_move_none(folder, tmp_path):
+def test_validation_split_of_files_is_stable_when_files_added(folder, tmp_path):
     cfg = config({"name": "text", "path": str(folder), "validation": 0.3}, tmp_path)
     before, whole = open_data(cfg), open_data(config({"name": "text", "path": str(folder)}, tmp_path))
     assert len(before.train[0]) + len(before.validation[0]) == len(whole.train[0])
@@ -444,7 +444,7 @@ def test_validation_split_holds_out_whole_files_and_new_files_move_none(folder, 
     assert len(after.validation[0]) > len(before.validation[0])
 
 
-def test_jsonl_documents(tmp_path):
+def test_jsonl_corpus_reads_text_key_of_each_line(tmp_path):
     lines = [json.dumps({"body": f"{n} {TEXT}", "id": n}) for n in range(40)]
     (tmp_path / "d.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     data = open_data(config({"name": "jsonl", "path": str(tmp_path), "text_key": "body"}, tmp_path))
@@ -454,7 +454,7 @@ def test_jsonl_documents(tmp_path):
 
 
 @given(st.text(alphabet="ab1_'. \n\r狐\t", max_size=200), st.integers(4, 40))
-def test_long_documents_in_chunks_keep_their_text(text, size):
+def test_text_chunks_keep_text_of_long_documents(text, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ndtrain.data.documents.CHUNK_CHARACTERS", size)
         chunks = list(text_chunks(io.StringIO(text, newline="").read))
@@ -483,7 +483,7 @@ def test_literal_end_of_text_in_a_document_does_not_end_it(tmp_path):
 
 
 @pytest.mark.full
-def test_python_corpus(tmp_path, builds, record_property):
+def test_python_corpus_opens_and_is_cached(tmp_path, builds, record_property):
     cfg = config({"name": "python", "tokenizer": "bpe", "validation": 0.02}, tmp_path, vocab_size=4096)
     times = []
     for _ in range(2):
@@ -560,7 +560,7 @@ def given_tokenizer(folder, tmp_path):
         {"config.json": {"eos_token_id": [257, 256]}},
     ],
 )
-def test_given_tokenizer_folder(folder, tmp_path, given_tokenizer, files):
+def test_given_tokenizer_folder_is_read_and_saved(folder, tmp_path, given_tokenizer, files):
     for name, content in files.items():
         (given_tokenizer / name).write_text(json.dumps(content))
     data = open_data(config({"name": "text", "path": str(folder), "tokenizer": str(given_tokenizer)}, tmp_path))
@@ -575,7 +575,7 @@ def test_given_tokenizer_folder(folder, tmp_path, given_tokenizer, files):
     assert not (out / "config.json").exists()
 
 
-def test_given_tokenizer_file_without_a_config_falls_back_to_a_usual_name(folder, tmp_path, given_tokenizer):
+def test_tokenizer_file_without_config_uses_common_eos_name(folder, tmp_path, given_tokenizer):
     path = given_tokenizer / "tokenizer.json"
     data = open_data(config({"name": "text", "path": str(folder), "tokenizer": str(path)}, tmp_path))
     assert data.tokenizer.eos_id == 256
@@ -600,7 +600,7 @@ def test_each_vocabulary_size_has_its_own_bpe(folder, tmp_path):
     assert [open_data(cfg).vocab_size for cfg in configs] == sizes
 
 
-def test_a_written_file_replaces_the_old_one_only_when_whole(tmp_path):
+def test_atomic_write_replaces_file_only_when_whole(tmp_path):
     path = tmp_path / "entry"
     path.write_bytes(b"old")
     with pytest.raises(KeyboardInterrupt), cache.atomic_write(path) as file:
@@ -613,7 +613,7 @@ def test_a_written_file_replaces_the_old_one_only_when_whole(tmp_path):
     assert [p.read_bytes() for p in tmp_path.iterdir()] == [b"new"]
 
 
-def test_read_only_cache_serves_what_it_holds(folder, tmp_path, monkeypatch):
+def test_read_only_cache_serves_existing_entry(folder, tmp_path, monkeypatch):
     cfg = config({"name": "text", "path": str(folder), "tokenizer": "bpe"}, tmp_path)
     first = open_data(cfg)
     monkeypatch.setattr(fcntl, "flock", None)  # root may write anywhere, so watch for the lock instead
@@ -630,7 +630,7 @@ def test_read_only_cache_serves_what_it_holds(folder, tmp_path, monkeypatch):
         lambda root, cfg: setattr(cfg.data, "tokenizer", "bpe"),
     ],
 )
-def test_changes_of_corpus_or_settings_are_noticed(folder, tmp_path, builds, change):
+def test_changed_corpus_or_setting_rebuilds_entry(folder, tmp_path, builds, change):
     cfg = config({"name": "text", "path": str(folder)}, tmp_path)
     first = open_data(cfg)
     change(folder, cfg)
@@ -638,7 +638,7 @@ def test_changes_of_corpus_or_settings_are_noticed(folder, tmp_path, builds, cha
     assert builds() == 2
 
 
-def test_fingerprint_is_of_the_content_not_of_the_place(folder, tmp_path):
+def test_fingerprint_depends_on_content_not_path(folder, tmp_path):
     first = open_data(config({"name": "text", "path": str(folder)}, tmp_path))
     moved = folder.rename(tmp_path / "moved")
     os.utime(moved / "a" / "00.txt", (0, 0))
@@ -707,7 +707,7 @@ def processes():
     return context
 
 
-def test_of_four_processes_one_builds(folder, tmp_path, processes):
+def test_four_processes_build_one_cache_entry(folder, tmp_path, processes):
     cfg = config({"name": "text", "path": str(folder), "tokenizer": "bpe"}, tmp_path)
     results = processes.Queue()
     workers = [processes.Process(target=_open_in_process, args=(cfg, results), daemon=True) for _ in range(4)]
@@ -739,7 +739,7 @@ def test_killed_builder_leaves_neither_lock_nor_broken_entry(folder, tmp_path, p
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
-def test_failed_build_leaves_nothing_behind(folder, tmp_path):
+def test_failed_build_leaves_no_files(folder, tmp_path):
     cfg = config({"name": "text", "path": str(folder)}, tmp_path)
     (folder / "z.txt").write_bytes(b"\xff")
     with pytest.raises(ConfigError):
@@ -880,7 +880,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_error_messages(case, tmp_path):
+def test_bad_corpus_or_tokenizer_is_one_line_error(case, tmp_path):
     place = tmp_path / "here"
     place.mkdir()
     data, message = ERRORS[case][0](place), ERRORS[case][1]
@@ -890,7 +890,7 @@ def test_error_messages(case, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_tokenizer_without_an_end_of_text_token(folder, tmp_path, given_tokenizer):
+def test_tokenizer_without_end_of_text_token_is_refused(folder, tmp_path, given_tokenizer):
     (given_tokenizer / "tokenizer_config.json").write_text('{"eos_token": "<none such>"}')
     cfg = config({"name": "text", "path": str(folder), "tokenizer": str(given_tokenizer)}, tmp_path)
     with pytest.raises(ConfigError, match=r"end-of-text token is unknown: set eos_token in .*config\.json"):
@@ -912,7 +912,7 @@ NO_TOKENS = {  # files of a tokenizer's folder that name no token
 
 
 @pytest.mark.parametrize("name", NO_TOKENS)
-def test_an_end_of_text_token_that_is_none_is_refused(name, folder, tmp_path, given_tokenizer):
+def test_eos_token_of_wrong_type_is_refused(name, folder, tmp_path, given_tokenizer):
     (given_tokenizer / "tokenizer_config.json").unlink(missing_ok=True)
     for file, content in NO_TOKENS[name].items():
         (given_tokenizer / file).write_text(json.dumps(content))
@@ -930,7 +930,7 @@ def test_a_tokenizer_config_that_is_no_object_is_refused(content, folder, tmp_pa
         open_data(cfg)
 
 
-def test_bin_scan_is_kept_and_follows_the_file(tmp_path, monkeypatch):
+def test_bin_scan_is_cached_and_redone_for_changed_file(tmp_path, monkeypatch):
     path = tmp_path / "a.bin"
     np.arange(40, dtype="<u2").tofile(path)
     monkeypatch.setattr(store, "_SCAN_TOKENS", 7)

@@ -76,7 +76,7 @@ def lag(corpus: np.ndarray, shares: list[int]) -> Fraction:
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
-def test_every_prefix_is_in_proportion_to_less_than_one(weights):
+def test_mixture_order_keeps_proportion_at_every_prefix(weights):
     order = MixtureOrder(weights)
     corpus, ordinal = order.locate(np.arange(3 * order.period + 5))
     assert lag(corpus, order.shares) < 1
@@ -86,7 +86,7 @@ def test_every_prefix_is_in_proportion_to_less_than_one(weights):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.lists(st.integers(0, 10**12), min_size=1))
-def test_each_assignment_is_a_function_of_its_number_alone(weights, numbers):
+def test_mixture_order_locates_any_number_directly(weights, numbers):
     order = MixtureOrder(weights)
     corpus, ordinal = order.locate(np.array(numbers))
     for k, c, j in zip(numbers, corpus, ordinal, strict=True):
@@ -95,7 +95,7 @@ def test_each_assignment_is_a_function_of_its_number_alone(weights, numbers):
         assert abs(j * whole - k * order.shares[c]) < whole
 
 
-def test_weights_are_what_their_decimals_say():
+def test_integer_shares_of_decimal_weights_are_exact():
     assert integer_shares([0.7, 0.2, 0.1]) == [7, 2, 1]
     assert integer_shares([1, 2]) == [1, 2] and integer_shares([3.5]) == [1]
     assert integer_shares([0.3333, 0.6667]) == [3333, 6667]
@@ -103,7 +103,7 @@ def test_weights_are_what_their_decimals_say():
 
 
 @given(st.lists(st.floats(1e-2, 1e3), min_size=2, max_size=6))
-def test_fine_weights_are_rounded_to_a_millionth(weights):
+def test_integer_shares_round_fine_weights_to_a_millionth(weights):
     shares = integer_shares(weights)
     assert sum(shares) <= MAX_PERIOD and min(shares) >= 1
     for weight, share in zip(weights, shares, strict=True):
@@ -112,7 +112,7 @@ def test_fine_weights_are_rounded_to_a_millionth(weights):
     assert corpus is None or lag(corpus, shares) < 1
 
 
-def test_a_period_of_the_greatest_length():
+def test_mixture_order_keeps_proportion_at_longest_period():
     order = MixtureOrder([0.123456789, 0.2, 0.676543211])
     assert order.period == MAX_PERIOD or MAX_PERIOD % order.period == 0
     corpus, _ = order.locate(np.arange(order.period))
@@ -122,7 +122,7 @@ def test_a_period_of_the_greatest_length():
 # ---------------------------------------------------------------------------------------------------------- the order
 
 
-def test_three_corpora_in_proportion_over_1000_steps(tmp_path, letters):
+def test_three_corpora_keep_proportion_over_1000_steps(tmp_path, letters):
     cfg = mixture_config(tmp_path, letters)
     cfg.train.global_batch = 4
     data = open_data(cfg)
@@ -154,7 +154,7 @@ def digests(cfg, spec: MeshSpec, steps) -> list[str]:
     return hashes
 
 
-def test_the_order_is_the_same_on_six_meshes(tmp_path, letters):
+def test_mixture_order_is_same_on_six_meshes(tmp_path, letters):
     cfg = mixture_config(tmp_path, letters)
     cfg.train.global_batch, cfg.train.micro_batch = 8, 2
     meshes = [(1, 1, 1, 1, 1), (1, 2, 1, 1, 1), (1, 1, 4, 1, 1), (2, 2, 2, 1, 1), (1, 2, 1, 2, 2), (1, 1, 2, 4, 1)]
@@ -169,7 +169,7 @@ def test_the_order_is_the_same_on_six_meshes(tmp_path, letters):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_run_resumed_within_an_epoch_goes_on_the_same(tmp_path, letters, shuffle):
+def test_mixture_resumed_within_epoch_has_same_order(tmp_path, letters, shuffle):
     cfg = mixture_config(tmp_path, letters, shuffle=shuffle)
     cfg.train.global_batch = 3
     whole = source_of(cfg)
@@ -181,7 +181,7 @@ def test_a_run_resumed_within_an_epoch_goes_on_the_same(tmp_path, letters, shuff
             assert np.array_equal(again.tokens(step, [2, 0, 1]), expected[step][[2, 0, 1]])
 
 
-def test_each_corpus_is_gone_through_in_epochs_of_its_own(tmp_path):
+def test_each_corpus_of_mixture_has_its_own_epochs(tmp_path):
     for c in "xy":
         np.arange(17 if c == "x" else 41, dtype="<u2").tofile(tmp_path / f"{c}.bin")
     entries = [{"name": "bin", "path": str(tmp_path / f"{c}.bin"), "weight": w} for c, w in (("x", 3), ("y", 1))]
@@ -198,7 +198,7 @@ def test_each_corpus_is_gone_through_in_epochs_of_its_own(tmp_path):
         assert len({tuple(e) for e in epochs.tolist()}) > 1  # shuffled anew
 
 
-def test_the_only_corpus_of_a_mixture_is_as_alone(tmp_path, letters):
+def test_mixture_of_one_corpus_equals_that_corpus(tmp_path, letters):
     entry = letters[0]
     alone = config({k: v for k, v in entry.items() if k != "weight"}, tmp_path)
     in_mixture = mixture_config(tmp_path, [entry])
@@ -233,7 +233,7 @@ def test_where_names_the_corpus_and_its_sequence(tmp_path, letters):
 # -------------------------------------------------------------------------------------------------------------- opening
 
 
-def test_opening_a_mixture(tmp_path, letters):
+def test_open_data_opens_every_corpus_of_mixture(tmp_path, letters):
     cfg = mixture_config(tmp_path, letters, validation=0.3)
     data = open_data(cfg)
     assert (data.tokenizer.vocab_size, data.vocab_size, data.eos_id) == (257, 257, 256)
@@ -247,7 +247,7 @@ def test_opening_a_mixture(tmp_path, letters):
     assert open_data(mixture_config(tmp_path, letters, validation=0.3)).fingerprint != data.fingerprint
 
 
-def test_keys_of_data_are_the_defaults_of_its_corpora(tmp_path, letters):
+def test_keys_of_data_are_defaults_of_blend_entries(tmp_path, letters):
     entries = [{"name": "text", "weight": 1}, {"name": "jsonl", "path": letters[1]["path"], "weight": 1}]
     base = {"path": letters[0]["path"], "text_key": "body", "validation": 0.25}
     entries = mixture.mixture_entries(mixture_config(tmp_path, entries, **base).data)
@@ -276,7 +276,7 @@ def test_one_bpe_is_trained_on_corpora_by_weight(tmp_path, monkeypatch):
     assert open_data(cfg).fingerprint == data.fingerprint and len(trained) == 1
 
 
-def test_documents_that_end_with_other_tokens_cannot_be_packed(tmp_path, letters):
+def test_packing_refuses_corpora_with_different_end_tokens(tmp_path, letters):
     letters[2]["eos_id"] = ord("c")
     assert open_data(mixture_config(tmp_path, letters)).eos_id is None
     with pytest.raises(
@@ -303,7 +303,7 @@ def prepared(tmp_path, entry: dict, name: str, *more: str) -> dict:
     return {"name": "bin", "path": str(out), "weight": entry["weight"]}
 
 
-def test_prepared_corpora_in_a_mixture(tmp_path, letters):
+def test_mixture_reads_prepared_corpora(tmp_path, letters):
     one, other = (prepared(tmp_path, e, n, "data.tokenizer=byte") for e, n in zip(letters[:2], "xy", strict=True))
     data = open_data(mixture_config(tmp_path, [one, other], pack=True, tokenizer="bpe"))  # which is not asked for
     plain = open_data(mixture_config(tmp_path, letters[:2], pack=True, validation=0.2))
@@ -328,7 +328,7 @@ def write_tokens(path: Path, ids) -> str:
     return str(path)
 
 
-def test_a_token_file_to_validate_on(tmp_path):
+def test_validation_path_of_bin_is_validation_split(tmp_path):
     train, held = (write_tokens(tmp_path / f"{n}.bin", range(n, n + 40)) for n in (1, 200))
     data = open_data(config({"name": "bin", "path": train, "validation_path": held}, tmp_path))
     assert [v.tolist() for v in data.validation] == [list(range(200, 240))]
@@ -346,7 +346,7 @@ def test_a_token_file_to_validate_on(tmp_path):
         (b"123", "data.validation_path=.*: 3 bytes are not a multiple of the 2 of data.dtype=uint16"),
     ],
 )
-def test_a_token_file_that_cannot_be_validated_on(tmp_path, held, message):
+def test_bad_validation_path_is_refused(tmp_path, held, message):
     path = tmp_path / "no.bin"
     if isinstance(held, bytes):
         path.write_bytes(held)
@@ -390,7 +390,7 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("case", ENTRIES)
-def test_entries_that_are_wrong(case, tmp_path):
+def test_bad_blend_entry_is_one_line_error(case, tmp_path):
     entries, message = ENTRIES[case]
     with pytest.raises(ConfigError, match=message) as caught:
         open_data(mixture_config(tmp_path, entries))
@@ -429,7 +429,7 @@ CORPORA = {
 
 
 @pytest.mark.parametrize("case", CORPORA)
-def test_corpora_that_do_not_fit(case, tmp_path, letters):
+def test_corpora_that_do_not_fit_are_refused(case, tmp_path, letters):
     spoil, settings, message = CORPORA[case]
     spoil(letters)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -461,7 +461,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings_that_contradict(case, tmp_path):
+def test_contradicting_settings_are_refused(case, tmp_path):
     data, message = SETTINGS[case]
     with pytest.raises(ConfigError, match=message):
         check_data(config(data, tmp_path).data)
@@ -474,7 +474,7 @@ def spelled(entries) -> str:
     return "data.blend=[" + ", ".join("{" + ", ".join(f"{k}: {v}" for k, v in e.items()) + "}" for e in entries) + "]"
 
 
-def test_a_mixture_on_the_command_line(letters):
+def test_blend_is_read_from_command_line(letters):
     cfg = load_config(["data=blend", spelled(letters), "data.tokenizer=byte"])
     entries = mixture.mixture_entries(cfg.data)
     assert [m.weight for m in entries] == WEIGHTS and [m.data.name for m in entries] == ["text", "jsonl", "bin"]

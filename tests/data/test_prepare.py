@@ -134,7 +134,7 @@ def assert_as_direct(cfg: Config, out: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
-def test_a_prepared_folder_is_what_training_on_the_corpus_reads(cfg, kind, tmp_path):
+def test_prepared_folder_equals_corpus_tokenised_directly(cfg, kind, tmp_path):
     cfg.data.tokenizer = kind
     out, states = tmp_path / "out", []
     manifest = prepare(
@@ -159,7 +159,7 @@ def test_a_prepared_folder_is_what_training_on_the_corpus_reads(cfg, kind, tmp_p
     assert states[-1].tokens == sum(manifest.tokens.values())
 
 
-def test_the_tokens_depend_neither_on_workers_nor_on_parts(texts, tmp_path):
+def test_prepared_tokens_do_not_depend_on_workers_or_parts(texts, tmp_path):
     whole = prepare(texts.data, tmp_path / "one", workers=1)
     for workers, part_bytes in [(1, 500), (3, PART_BYTES)]:
         out = tmp_path / f"{workers}-{part_bytes}"
@@ -185,7 +185,7 @@ def test_without_held_out_documents_there_is_no_validation(texts, tmp_path):
     assert_as_direct(texts, tmp_path / "out", tmp_path)
 
 
-def test_a_second_corpus_with_the_tokenizer_of_the_first(texts, tmp_path):
+def test_prepare_uses_tokenizer_of_prepared_folder(texts, tmp_path):
     texts.data.tokenizer = "bpe"
     first = prepare(texts.data, tmp_path / "first", workers=2, part_bytes=PART_BYTES)
     lines = config(tmp_path, name="jsonl", path=str(write_lines(tmp_path / "lines")), text_key="body")
@@ -194,7 +194,7 @@ def test_a_second_corpus_with_the_tokenizer_of_the_first(texts, tmp_path):
     assert_as_direct(lines, tmp_path / "second", tmp_path)
 
 
-def test_datasets_corpus(tmp_path):
+def test_prepare_reads_datasets_corpus(tmp_path):
     pytest.importorskip("datasets")
     root = write_lines(tmp_path / "corpus")
     cfg = config(tmp_path, name="hf", path=str(root / "a.jsonl"), text_key="body", validation=0.0)
@@ -209,7 +209,7 @@ LINE = st.one_of(
 
 @given(st.lists(st.lists(LINE, max_size=12), min_size=1, max_size=4), st.booleans(), st.integers(1, 80))
 @settings(max_examples=200)
-def test_parts_make_up_the_corpus(files, ended, size):
+def test_partition_chunks_equal_corpus_chunks(files, ended, size):
     with tempfile.TemporaryDirectory() as folder:
         for n, lines in enumerate(files):
             Path(folder, f"{n}.jsonl").write_bytes(("\n".join(lines) + "\n" * ended).encode("utf-8", "surrogatepass"))
@@ -266,7 +266,7 @@ def size_of_records(cfg: Config, out: Path, but: int | None = None) -> int:
     return sum(sizes[n] for n in {int(path.stem) for path in records(out)} - {but})
 
 
-def test_goes_on_where_it_stopped(cfg, tmp_path):
+def test_stopped_preparation_resumes_where_it_stopped(cfg, tmp_path):
     prepare(cfg.data, tmp_path / "whole", workers=2, part_bytes=PART_BYTES)
     out = tmp_path / "out"
     for parts in (2, 9):
@@ -280,7 +280,7 @@ def test_goes_on_where_it_stopped(cfg, tmp_path):
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_a_finished_folder_is_left_alone(texts, tmp_path):
+def test_finished_folder_is_not_prepared_again(texts, tmp_path):
     out = tmp_path / "out"
     prepare(texts.data, out, workers=2, part_bytes=PART_BYTES)
     times = {p: p.stat().st_mtime_ns for p in out.iterdir() if p.name != ".lock"}
@@ -294,7 +294,7 @@ def change_a_file(cfg: Config) -> None:
 
 
 @pytest.mark.parametrize("was_finished", [False, True])
-def test_a_changed_corpus_starts_anew(was_finished, texts, tmp_path):
+def test_changed_corpus_starts_preparation_over(was_finished, texts, tmp_path):
     out = tmp_path / "out"
     (finished if was_finished else stopped)(texts, out)
     change_a_file(texts)
@@ -306,7 +306,7 @@ def test_a_changed_corpus_starts_anew(was_finished, texts, tmp_path):
 
 
 @pytest.mark.parametrize("was_finished", [False, True])
-def test_a_folder_of_another_tokenizer_is_left_as_it_is(was_finished, texts, tmp_path):
+def test_folder_of_other_tokenizer_is_refused_and_unchanged(was_finished, texts, tmp_path):
     out = tmp_path / "out"
     (finished if was_finished else stopped)(texts, out)
     before = records(out) if not was_finished else content(out)
@@ -319,7 +319,7 @@ def test_a_folder_of_another_tokenizer_is_left_as_it_is(was_finished, texts, tmp
     finished(texts, out)
 
 
-def test_a_finished_folder_is_not_opened_while_it_is_made_anew(texts, tmp_path):
+def test_folder_being_prepared_again_is_not_opened(texts, tmp_path):
     out = tmp_path / "out"
     finished(texts, out)
     change_a_file(texts)
@@ -328,7 +328,7 @@ def test_a_finished_folder_is_not_opened_while_it_is_made_anew(texts, tmp_path):
         open_prepared(tmp_path, out)
 
 
-def test_parts_of_an_earlier_plan_are_never_joined(texts, tmp_path):
+def test_parts_of_earlier_plan_are_not_reused(texts, tmp_path):
     """A kill may come after the new plan is written and before the old parts are removed."""
     out = tmp_path / "out"
     stopped(texts, out)
@@ -356,7 +356,7 @@ def test_saving_a_tokenizer_removes_the_files_of_another(texts, tmp_path):
     assert "special_tokens_map.json" not in content(out) and "tokenizer.json" in content(out)
 
 
-def test_a_corpus_that_changes_meanwhile_is_not_published(texts, tmp_path):
+def test_corpus_changed_during_preparation_is_not_published(texts, tmp_path):
     def on_progress(state: TextProgress) -> None:
         if state.done == state.total:
             change_a_file(texts)
@@ -420,7 +420,7 @@ def slow(tmp_path, monkeypatch) -> tuple[list[str], Path]:
 
 @FULL
 @pytest.mark.parametrize("kills", [2, 12])
-def test_kill_at_random_moments(kills, slow, tmp_path):
+def test_kills_at_random_moments_do_not_change_result(kills, slow, tmp_path):
     args, out = slow
     moments = random.Random(kills)
     undisturbed, in_time = tmp_path / "undisturbed", 0
@@ -446,7 +446,7 @@ def test_kill_at_random_moments(kills, slow, tmp_path):
     assert content(out) == content(undisturbed)
 
 
-def test_workers_end_with_the_process_that_started_them(slow, tmp_path):
+def test_workers_end_with_their_parent(slow, tmp_path):
     args, out = slow
     for n in range(2):  # two parts of many seconds
         (tmp_path / "corpus" / f"0{n}.txt").write_text("the quick brown fox\n" * 3_000_000)
@@ -459,7 +459,7 @@ def test_workers_end_with_the_process_that_started_them(slow, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [pytest.param(0, marks=FULL), 20])
-def test_ctrl_c(parts, slow, tmp_path):
+def test_ctrl_c_stops_preparation_which_then_resumes(parts, slow, tmp_path):
     args, out = slow
     with started(args, tmp_path) as process:
         wait_for(lambda: (out / "parts").exists() and whole_parts(out) >= parts, "some parts", pause=0)
@@ -477,7 +477,7 @@ def test_ctrl_c(parts, slow, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["parts/000009.train.bin.tmp", "parts/000009.json.tmp", "train.bin.tmp"])
-def test_a_full_disk_stops_with_one_line_and_loses_nothing(file, texts, tmp_path, monkeypatch, capsys):
+def test_full_disk_is_one_line_error_and_keeps_parts(file, texts, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     monkeypatch.setattr(command, "parse", lambda args: command.Options(out, 2, PART_BYTES, texts.data))
     stopped(texts, out)
@@ -492,13 +492,13 @@ def test_a_full_disk_stops_with_one_line_and_loses_nothing(file, texts, tmp_path
     assert content(out) == content(tmp_path / "whole")
 
 
-def test_a_tokenizer_is_trained_beside_the_thread_that_gets_signals():
+def test_tokenizer_training_runs_outside_main_thread():
     assert prepare_module._interruptible(threading.current_thread) is not threading.main_thread()
     with pytest.raises(ZeroDivisionError):
         prepare_module._interruptible(lambda: 1 // 0)
 
 
-def test_a_worker_that_is_killed_is_reported(texts, tmp_path):
+def test_killed_worker_is_reported(texts, tmp_path):
     def on_progress(state: TextProgress) -> None:
         if state.done:
             for process in multiprocessing.active_children():
@@ -513,7 +513,7 @@ def test_a_worker_that_is_killed_is_reported(texts, tmp_path):
 # -------------------------------------------------------------------------------------------------------- the command
 
 
-def test_what_the_command_says(texts, tmp_path, monkeypatch, capsys):
+def test_prepare_command_prints_progress_and_result(texts, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_S", 0.0)
     args = [
         "prepare", f"out={tmp_path / 'out'}", "data=text", f"data.path={texts.data.path}", "data.tokenizer=bpe",
@@ -535,7 +535,7 @@ def test_what_the_command_says(texts, tmp_path, monkeypatch, capsys):
     assert again[0].endswith("out: already prepared") and again[1] == last.rpartition(";")[0]
 
 
-def test_a_terminal_shows_a_bar():
+def test_progress_on_terminal_is_a_bar():
     screen = io.StringIO()
     display = ProgressDisplay(Console(file=screen, force_terminal=True, width=100, legacy_windows=False))
     state = TextProgress(total=2_000_000)
@@ -549,7 +549,7 @@ def test_a_terminal_shows_a_bar():
     assert "a line [with brackets]" in shown and display.location() == " at 1.0 of 2.0 MB"
 
 
-def test_help(capsys):
+def test_help_lists_every_key(capsys):
     assert command.main(["prepare", "--help"]) == 0 and command.main([]) == 2
     shown = capsys.readouterr().out
     assert all(f"  {key}" in shown or f", {key}" in shown for key in command.KEYS)
@@ -596,7 +596,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("line", REFUSALS)
-def test_refusals(line, place, capsys):
+def test_bad_arguments_are_refused_and_change_nothing(line, place, capsys):
     before = {p.name: p.read_bytes() for p in place.iterdir() if p.is_file()}
     code = command.main(["prepare", "data.tokenizer=byte", "workers=2", *line.split()])
     assert re.match(REFUSALS[line], one_error(capsys.readouterr().err)) and code == 2
@@ -604,12 +604,12 @@ def test_refusals(line, place, capsys):
     assert not multiprocessing.active_children()
 
 
-def test_another_command_is_refused(capsys):
+def test_unknown_command_names_near_miss(capsys):
     assert command.main(["prepar", "out=o"]) == 2
     assert one_error(capsys.readouterr().err).startswith("prepar: no such command; did you mean 'prepare'")
 
 
-def test_a_folder_that_another_process_prepares_is_refused(texts, tmp_path):
+def test_folder_locked_by_other_process_is_refused(texts, tmp_path):
     out = tmp_path / "out"
     stopped(texts, out)
     with (out / ".lock").open("a") as lock:
@@ -620,7 +620,7 @@ def test_a_folder_that_another_process_prepares_is_refused(texts, tmp_path):
     assert_as_direct(texts, out, tmp_path)
 
 
-def test_what_training_says_that_the_manifest_does_not(texts, tmp_path):
+def test_open_prepared_refuses_keys_against_manifest(texts, tmp_path):
     out = tmp_path / "out"
     prepare(texts.data, out, workers=2, part_bytes=PART_BYTES)
     assert open_prepared(tmp_path, out, eos_id=256, dtype="uint16").eos_id == 256
@@ -636,6 +636,6 @@ def test_what_training_says_that_the_manifest_does_not(texts, tmp_path):
         open_prepared(tmp_path, out)
 
 
-def test_the_command_and_its_workers_start_without_torch():
+def test_command_and_workers_import_no_torch():
     code = "import sys, ndtrain.data.__main__, ndtrain.data.workers; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -1,4 +1,4 @@
-"""What a user sees while a corpus is tokenised: a bar on a terminal, plain lines anywhere else."""
+"""Progress while a corpus is tokenised: a bar on a terminal, plain lines anywhere else."""
 
 import io
 import re
@@ -41,7 +41,7 @@ def test_a_short_piece_of_work_prints_nothing(corpus, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_the_chunks_of_a_corpus_are_its_size(corpus, tmp_path):
+def test_chunk_sizes_add_up_to_corpus_size(corpus, tmp_path):
     files = open_corpus(config(corpus, tmp_path).data)
     assert sum(chunk.size for chunk in files.chunks()) == files.size() == (tmp_path / "a.jsonl").stat().st_size
 
@@ -68,7 +68,7 @@ def test_a_terminal_that_was_closed_does_not_end_the_work(monkeypatch):
         advance(10, 3)
 
 
-def test_the_time_left_counts_what_this_run_did():
+def test_time_left_ignores_reused_work():
     state = TextProgress(total=100, done=60, reused=40, started=time.monotonic() - 10)
     assert state.seconds_left == pytest.approx(20, rel=0.01)  # 20 bytes took 10 s, 40 are left
     assert TextProgress(total=100, done=40, reused=40).seconds_left is None
@@ -85,7 +85,7 @@ def test_the_time_left_counts_what_this_run_did():
         (10, "25 %|"),
     ],
 )
-def test_a_narrow_terminal_gets_what_fits_and_keeps_the_time_left(width, line, monkeypatch):
+def test_narrow_terminal_keeps_time_left(width, line, monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: 110.0)  # a loaded machine must not change the rate
     state = TextProgress(40_000_000, 10_000_000, 0, 1_000_000, started=100.0)
     before, behind = state.fitting("tokenising  ", width)
@@ -104,7 +104,7 @@ def test_the_bar_is_one_line_of_a_narrow_terminal(monkeypatch):
     assert all(len(line) <= 50 for line in shown.splitlines())
 
 
-def test_work_without_known_length_says_how_long_it_takes(monkeypatch, capsys):
+def test_work_of_unknown_length_prints_elapsed_time(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_PATIENCE_S", 0.01)
     with progress.elapsed_on_stderr("building 300 tokens") as begin:
         assert capsys.readouterr().err == ""
@@ -115,7 +115,7 @@ def test_work_without_known_length_says_how_long_it_takes(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_training_a_tokenizer_is_such_work(corpus, tmp_path, monkeypatch):
+def test_tokenizer_training_prints_elapsed_time(corpus, tmp_path, monkeypatch):
     begun = []
 
     @contextmanager

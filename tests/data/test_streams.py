@@ -105,7 +105,7 @@ texts = st.lists(st.lists(st.text("abcd", max_size=12), max_size=6), min_size=1,
 
 
 @given(texts, st.lists(st.integers(1, 30), min_size=1, max_size=9))
-def test_documents_follow_one_another_without_end(shards, counts):
+def test_reader_repeats_documents_without_end(shards, counts):
     once = encoded(itertools.chain(*shards))
     expected = once * (sum(counts) // len(once) + 2)
     reader = reader_of(Shards(shards))
@@ -140,13 +140,13 @@ def small_blocks(monkeypatch):
 
 @given(shards=texts, count=st.integers(1, 40), seed=st.integers(0, 2**40), shuffle=st.booleans())
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_reader_goes_on_from_any_state(small_blocks, shards, count, seed, shuffle):
+def test_reader_resumes_from_any_state(small_blocks, shards, count, seed, shuffle):
     assert_goes_on(partial(reader_of, Shards(shards), seed=seed, shuffle=shuffle), count, 6)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("states", ["good", "frozen", "ahead", "refused", "absent"])
-def test_a_reader_does_not_trust_the_states_of_the_library(small_blocks, states, shuffle):
+def test_reader_resumes_with_wrong_library_states(small_blocks, states, shuffle):
     shards = [[f"{c}{n}" * (1 + n % 3) for n in range(11)] for c in "ab"]
     assert_goes_on(partial(reader_of, Shards(shards, states), shuffle=shuffle), 23, 16)
 
@@ -156,7 +156,7 @@ def epochs(reader: TokenReader, length: int, count: int) -> list[list[int]]:
     return [read_tokens(reader, length)[::2] for _ in range(count)]
 
 
-def test_each_epoch_is_shuffled_anew(monkeypatch):
+def test_each_epoch_has_its_own_shuffle(monkeypatch):
     monkeypatch.setattr(token_reader, "BLOCK_ROWS", 6)
     shards = [[chr(65 + 10 * s + n) for n in range(10)] for s in range(6)]
     make = partial(reader_of, Shards(shards), shuffle=True)
@@ -178,14 +178,14 @@ def test_a_streaming_dataset_without_text_is_an_error_not_a_loop(shards):
         reader_of(Shards(shards)).read(4)
 
 
-def test_a_block_ends_with_its_characters(monkeypatch):
+def test_block_ends_at_character_limit(monkeypatch):
     monkeypatch.setattr(token_reader, "BLOCK_CHARACTERS", 10)
     reader = reader_of(Shards([["x" * 6] * 9]))
     reader.read(6 * 7)
     assert reader.state()["row"] == 6
 
 
-def test_a_dataset_that_changed_goes_on_with_a_warning(caplog, monkeypatch):
+def test_changed_streaming_dataset_resumes_with_warning(caplog, monkeypatch):
     monkeypatch.setattr(token_reader, "BLOCK_ROWS", 2)
     first = reader_of(Shards([["aa", "bb", "cc", "dd", "ee"]]))
     first.read(9)  # into the last of four documents of three tokens
@@ -246,7 +246,7 @@ KINDS = ["jsonl file", "jsonl folder", "glob", "parquet", "saved dataset", "save
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_local_dataset_is_what_jsonl_of_its_texts_is(datasets, tmp_path, kind):
+def test_local_dataset_equals_jsonl_of_same_texts(datasets, tmp_path, kind):
     plain = open_data(config({"name": "jsonl", "path": write_jsonl(tmp_path / "plain.jsonl")}, tmp_path))
     data = open_data(config({"name": "hf", **write_kind(datasets, tmp_path / "set", kind)}, tmp_path))
     assert np.array_equal(data.train[0], plain.train[0]) and data.fingerprint == plain.fingerprint
@@ -261,7 +261,7 @@ def test_a_bpe_is_trained_on_a_dataset(datasets, tmp_path):
     assert data.vocab_size == 290 and np.array_equal(data.train[0], plain.train[0])
 
 
-def test_the_split_to_validate_on(datasets, tmp_path):
+def test_eval_split_is_validation_split(datasets, tmp_path):
     settings = {"name": "hf", **write_kind(datasets, tmp_path / "set", "saved splits")}
     data = open_data(config({**settings, "eval_split": "held", "validation": 0.4}, tmp_path))
     assert documents(data) == TEXTS and data.validation[0].tolist() == encoded(TEXTS[:10])
@@ -271,7 +271,7 @@ def test_the_split_to_validate_on(datasets, tmp_path):
     assert documents(other) == TEXTS[:10]
 
 
-def test_a_dataset_is_tokenised_once_and_anew_when_it_changed(datasets, tmp_path, caplog):
+def test_dataset_is_tokenised_once_and_again_if_changed(datasets, tmp_path, caplog):
     caplog.set_level(logging.INFO, store.__name__)
     cfg = config({"name": "hf", "path": write_jsonl(tmp_path / "a.jsonl")}, tmp_path)
     first = open_data(cfg).fingerprint
@@ -280,14 +280,14 @@ def test_a_dataset_is_tokenised_once_and_anew_when_it_changed(datasets, tmp_path
     assert open_data(cfg).fingerprint != first and caplog.text.count("tokenising") == 2
 
 
-def test_rows_without_text_are_no_documents(datasets, tmp_path):
+def test_rows_without_text_are_skipped(datasets, tmp_path):
     datasets.Dataset.from_dict({"text": ["one", None, "", "two" * 9]}).save_to_disk(tmp_path / "set")
     data = open_data(config({"name": "hf", "path": str(tmp_path / "set")}, tmp_path))
     assert documents(data) == ["one", "two" * 9]
 
 
 @pytest.mark.parametrize("size", [1, 300, 10**6])
-def test_the_parts_of_a_dataset_are_the_whole(datasets, tmp_path, size):
+def test_parts_of_dataset_make_up_whole(datasets, tmp_path, size):
     for held_out in ({"eval_split": "held"}, {"validation": 0.4}):
         settings = {"name": "hf", **write_kind(datasets, tmp_path / next(iter(held_out)), "saved splits"), **held_out}
         whole = open_dataset_corpus(config(settings, tmp_path).data)
@@ -315,7 +315,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("case", FAULTS)
-def test_datasets_that_cannot_be_opened(datasets, tmp_path, case, streaming):
+def test_dataset_that_cannot_be_opened_is_one_line_error(datasets, tmp_path, case, streaming):
     changes, message = FAULTS[case]
     settings = {"name": "hf", **write_kind(datasets, tmp_path / "set", "saved splits"), "streaming": streaming}
     with pytest.raises(ConfigError, match=message) as caught:
@@ -324,7 +324,7 @@ def test_datasets_that_cannot_be_opened(datasets, tmp_path, case, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_the_hub_says_becomes_one_line(datasets, tmp_path, monkeypatch, streaming):
+def test_hub_error_becomes_one_line(datasets, tmp_path, monkeypatch, streaming):
     def unreachable(*args, **kwargs):
         raise ConnectionError("Couldn't reach 'some/set'\n on the Hub")
 
@@ -336,13 +336,13 @@ def test_what_the_hub_says_becomes_one_line(datasets, tmp_path, monkeypatch, str
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_without_the_library_the_way_to_install_it_is_named(tmp_path, monkeypatch, streaming):
+def test_missing_datasets_package_error_names_install_command(tmp_path, monkeypatch, streaming):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"data=hf needs the package datasets: pip install 'ndtrain\[hf\]'"):
         open_data(config({"name": "hf", "path": "some/set", "streaming": streaming}, tmp_path))
 
 
-def test_files_that_are_not_for_datasets(datasets, tmp_path):
+def test_files_unfit_for_datasets_are_refused(datasets, tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ConfigError, match=r"data=hf reads files that end in .json, .* choose data=text for plain text"):
         open_data(config({"name": "hf", "path": str(tmp_path / "a.txt")}, tmp_path))
@@ -410,9 +410,7 @@ STEPS = 30  # of 32 tokens: more than two epochs
 
 @pytest.mark.full
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_streaming_dataset_is_the_same_on_other_numbers_of_ranks_and_after_any_step(
-    datasets, tmp_path, monkeypatch, shuffle
-):
+def test_stream_is_same_on_any_ranks_and_resumed_at_any_step(datasets, tmp_path, monkeypatch, shuffle):
     make = partial(streaming_config, tmp_path, path=write_shards(tmp_path / "set"), shuffle=shuffle)
     whole, states = read(make(), range(STEPS))
     if not shuffle:
@@ -439,7 +437,7 @@ def test_a_streaming_dataset_is_the_same_on_other_numbers_of_ranks_and_after_any
         assert again == states[start : start + 6]
 
 
-def test_the_library_resumes_at_a_row_at_once(datasets, tmp_path, monkeypatch):
+def test_resume_opens_library_at_saved_place(datasets, tmp_path, monkeypatch):
     monkeypatch.setattr(token_reader, "BLOCK_ROWS", 3)
     monkeypatch.setattr(hf, "_SHARDS", 4)  # of a saved dataset
     for kind in KINDS:
@@ -456,7 +454,7 @@ def test_the_library_resumes_at_a_row_at_once(datasets, tmp_path, monkeypatch):
             assert state | {"place": None} == expected | {"place": None}
 
 
-def test_a_prefetched_streaming_dataset_knows_the_state_of_each_step_still_to_come(datasets, tmp_path):
+def test_prefetched_stream_knows_state_of_each_step(datasets, tmp_path):
     cfg = streaming_config(tmp_path, path=write_shards(tmp_path / "set"))
     whole, states = read(cfg, range(12))
     source = source_of(cfg)
@@ -502,14 +500,14 @@ def test_where_names_the_row_of_a_streaming_dataset(datasets, tmp_path):
     assert source.where(9, 1) == f"sequence 37 of {name}"
 
 
-def test_what_a_streaming_dataset_is_validated_on_is_bounded(datasets, tmp_path, monkeypatch):
+def test_validation_of_streaming_dataset_is_bounded(datasets, tmp_path, monkeypatch):
     monkeypatch.setattr("ndtrain.data.open._VALIDATION_LIMIT", len(TEXTS[0]) + 1)
     settings = write_kind(datasets, tmp_path / "set", "saved splits")
     data = open_data(streaming_config(tmp_path, **settings, eval_split="held"))
     assert data.validation[0].tolist() == encoded(TEXTS[:2])
 
 
-def test_opening_a_streaming_dataset(datasets, tmp_path):
+def test_open_data_opens_streaming_dataset(datasets, tmp_path):
     held = {"validation": 0.5, "eval_split": "held"}
     settings = write_kind(datasets, tmp_path / "set", "saved splits")
     data = open_data(streaming_config(tmp_path, **settings, **held, tokenizer="bpe", vocab_size=280))
@@ -530,7 +528,7 @@ def failure(cfg, steps: range) -> str:
     return ""
 
 
-def test_every_rank_raises_what_stops_the_reader(datasets, tmp_path):
+def test_reader_error_is_raised_on_every_rank(datasets, tmp_path):
     root = tmp_path / "set"
     write_jsonl(root / "a.jsonl", ["fine"] * 30)
     (root / "b.jsonl").write_text('{"text": "fine"}\n{"text": oh no\n')

@@ -59,7 +59,7 @@ def check_the_page() -> int:
 
 
 def test_the_configuration_page_is_current():
-    """In a process that no plugin is loaded in."""
+    """The check runs in a process without plugins."""
     assert run_ranks(check_the_page, 1) == [0]
 
 
@@ -88,7 +88,7 @@ def test_the_readmes_ratios_are_on_the_results_page():
         assert found, f"{ratios} on {ranks} ranks"
 
 
-def test_a_stale_page_is_one_line_and_status_1(monkeypatch, tmp_path, capsys):
+def test_stale_page_check_prints_one_line_and_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(generate, "PAGE", tmp_path / "configuration.md")
     for text in (None, "# Configuration\n"):
         if text:
@@ -114,7 +114,7 @@ def test_every_key_has_a_meaning():
     assert not [name for name, meaning in keys if len(meaning) < 5]
 
 
-def test_registered_parts_are_values():
+def test_configuration_page_lists_registered_names():
     rows = generate.PAGE.read_text().splitlines()
     (logger,) = [row for row in rows if row.startswith("| `logger.name` |")]
     assert all(f"`{name}`" in logger for name in ("jsonl", "tensorboard", "wandb"))
@@ -131,7 +131,7 @@ class Example:
     listed: list[str] = field(default_factory=lambda: ["x"])  # a | <b>
 
 
-def test_keys_come_from_metadata_and_comments():
+def test_section_keys_reads_metadata_and_comments():
     plain, none, declared, listed = generate.section_keys(Example)
     assert (plain.type, plain.default, plain.allowed, plain.meaning) == ("int", "1", "", "a comment above and beside")
     assert (none.type, none.default, none.meaning) == ("str or null", "null", "")
@@ -155,7 +155,7 @@ def test_the_navigation_lists_every_page_once():
     assert sorted(entries) == sorted(pages)
 
 
-def test_the_readme_is_short():
+def test_readme_has_at_most_150_lines():
     assert len(README.splitlines()) <= 150
 
 
@@ -167,7 +167,7 @@ def use_lines() -> list[list[str]]:
     return commands
 
 
-def test_the_readmes_runs_have_folders_of_their_own():
+def test_readme_commands_use_different_run_folders():
     """The set-up command has made runs/llama_small."""
     folders = [Path("runs/llama_small")]
     for words in use_lines():
@@ -178,7 +178,7 @@ def test_the_readmes_runs_have_folders_of_their_own():
 
 
 @pytest.mark.full
-def test_the_readmes_runs_work_after_the_set_up(tmp_path):
+def test_readme_commands_work_after_setup(tmp_path):
     made = tmp_path / "runs" / "llama_small"
     made.mkdir(parents=True)
     (made / "metrics.jsonl").write_text("{}\n")
@@ -191,7 +191,7 @@ def test_the_readmes_runs_work_after_the_set_up(tmp_path):
         assert done.returncode == 0, done.stderr
 
 
-def test_the_programs_on_the_pages_are_python():
+def test_python_blocks_of_pages_parse():
     for page in PAGES:
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
             ast.parse(block)

@@ -18,7 +18,7 @@ PHONE, LEAST = 358, 9  # pixels: of a picture on a phone's page of 390, of the t
 
 
 @pytest.mark.parametrize("script", ["drawings.py", pytest.param("plan_drawings.py", marks=pytest.mark.full)])
-def test_no_picture_is_stale(script):
+def test_pictures_are_current(script):
     done = subprocess.run(
         [sys.executable, f"docs/{script}", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )

@@ -65,8 +65,8 @@ def main_in(folder: Path, args: list[str]) -> int:
 TOGETHER = ("lion", "rates", "objectives", "csv_logger", "loss_guard", "scaled", "spaced")
 
 
-def test_an_optimizer_a_rate_a_logger_and_a_callback_train_together(folder: Path):
-    """And a family with an attention function."""
+def test_howto_plugins_train_together(folder: Path):
+    """A family with an attention function trains too."""
     plugins = ",".join(f"my_package.{name}" for name in TOGETHER)
     status = trained(
         folder, f"plugins=[{plugins}]", "optim=lion", "optim.lr=1e-3", "optim.schedule=inverse_sqrt", "optim.warmup=1",
@@ -86,19 +86,19 @@ def test_an_optimizer_a_rate_a_logger_and_a_callback_train_together(folder: Path
 
 
 @pytest.mark.full
-def test_a_callback_ends_the_run(folder: Path):
+def test_howto_callback_ends_run(folder: Path):
     done = train(folder, "plugins=[my_package.loss_guard]", "callbacks.loss_guard.most=0.5", "run.dir=guarded")
     assert done.returncode == 1 and "exceeds callbacks.loss_guard.most=0.5" in done.stderr
 
 
 @pytest.mark.full
-def test_a_source_gives_the_corpus(folder: Path):
+def test_howto_source_supplies_corpus(folder: Path):
     done = train(folder, "plugins=[my_package.notes]", "data=notes", "data.path=notes.db", "run.dir=from_notes")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.full
-def test_a_family_with_a_block_and_fields_of_its_own(folder: Path):
+def test_howto_family_trains_and_saves_its_fields(folder: Path):
     scaled = ["plugins=[my_package.scaled]", "model=scaled", "model.residual_scale=0.5"]
     assert trained(folder, *scaled, "run.dir=family") == 0
     config = json.loads(next((folder / "family" / "checkpoints").glob("step-*/config.json")).read_text())
@@ -106,7 +106,7 @@ def test_a_family_with_a_block_and_fields_of_its_own(folder: Path):
 
 
 @pytest.mark.full
-def test_a_function_changes_attention(folder: Path):
+def test_howto_attention_function_trains_and_is_saved(folder: Path):
     spaced = ["plugins=[my_package.spaced]", "model.attention=spaced", "model.spacing=4"]
     assert trained(folder, *spaced, "run.dir=spaced") == 0
     config = json.loads(next((folder / "spaced" / "checkpoints").glob("step-*/config.json")).read_text())

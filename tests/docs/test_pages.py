@@ -29,7 +29,7 @@ def test_files_named_on_a_page_exist(page: Path):
 
 
 @NAMED
-def test_links_of_a_page_lead_somewhere(page: Path):
+def test_links_and_anchors_of_page_exist(page: Path):
     links = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text())
     for path, anchor in links:
         if "://" in path:
@@ -42,7 +42,7 @@ def test_links_of_a_page_lead_somewhere(page: Path):
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_of_a_page_close(page: Path):
+def test_code_blocks_of_page_are_closed(page: Path):
     """A fence that closes a block of code names no language, and each block is closed; no mark of a merge is left."""
     fences = [line.strip() for line in page.read_text().splitlines() if line.lstrip().startswith("```")]
     opening, closing = fences[::2], fences[1::2]

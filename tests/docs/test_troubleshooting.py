@@ -37,10 +37,10 @@ def strings() -> list[str]:
     return [plain(text) for text in texts]
 
 
-def test_the_page_quotes_messages():
+def test_page_quotes_more_than_30_messages():
     assert len(MESSAGES) > 30
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_message_of_the_page_is_one_of_the_code(message: str):
+def test_quoted_message_exists_in_code(message: str):
     assert any(plain(message) in text for text in strings()), f"no string of ndtrain or launch/ contains {message!r}"

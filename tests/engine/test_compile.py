@@ -77,7 +77,7 @@ SAMPLED = "bf16, zero 1"
 
 
 @pytest.mark.parametrize("name", [n if n == SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in ONE_GRAPH])
-def test_all_blocks_are_one_graph(name):
+def test_compiled_blocks_share_one_graph(name):
     """One graph with gradients and one without (for evaluation, and the forward of a recomputed block)."""
     ranks, overrides = ONE_GRAPH[name]
     backend = "eager" if name == SAMPLED else "aot_eager"
@@ -114,7 +114,7 @@ def weight_gradients_in_graphs(overrides: list[str], by_autograd: bool) -> tuple
 
 
 @pytest.mark.parametrize("overrides", [["precision.compute=bf16"], pytest.param([*FP8], marks=pytest.mark.full)])
-def test_no_weight_gradient_is_made_in_a_graph(overrides):
+def test_compiled_graphs_make_no_weight_gradient(overrides):
     """Each is added to its buffer by one of the four custom ops of a block. Of the graphs that autograd makes, the same
     count finds all seven of a block, so it can fail."""
     assert run_ranks(weight_gradients_in_graphs, 1, overrides, False) == [(0, 4)]
@@ -152,7 +152,7 @@ BREAKS |= {f"{name}, bf16": (n, [*more, *BF16], *rest) for name, (n, more, *rest
 @pytest.mark.parametrize(
     "name", [n if n == "experts, bf16" else pytest.param(n, marks=pytest.mark.full) for n in BREAKS]
 )
-def test_breaks_are_at_what_is_done_outside(name):
+def test_graph_breaks_are_at_expected_calls(name):
     ranks, overrides, calls, pieces = BREAKS[name]
     backend = "eager" if name == "experts, bf16" else "aot_eager"
     for graphs, breaks in run_ranks(count_graphs, ranks, overrides, backend, timeout=300):
@@ -181,7 +181,7 @@ MESHES = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", list(MESHES))
-def test_compiled_equals_eager(name):
+def test_compiled_training_equals_eager_in_fp64(name):
     ranks, overrides = MESHES[name]
     same = [*SMALL, *FP64, *[PACKED] * (PACKED in overrides)]
     run = train(ranks, [*same, *overrides, COMPILE], "uneven")
@@ -193,7 +193,7 @@ LOWER = ["train.steps=1", COMPILE]
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["fsdp", "cp"])
-def test_compiled_in_fp32(name):
+def test_compiled_training_equals_eager_in_fp32(name):
     ranks, overrides = MESHES[name]
     same = [*SMALL, *[PACKED] * (PACKED in overrides)]
     compare(
@@ -203,7 +203,7 @@ def test_compiled_in_fp32(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["zero 1", "cp"])
-def test_compiled_in_bf16_rounds_no_more(name):
+def test_compiled_bf16_rounds_no_more_than_eager(name):
     """Gradients of the microbatches, which the graphs return in bf16, are summed in fp32."""
     ranks, overrides = MESHES[name]
     same = [*SMALL, "train.micro_batch=1", "train.steps=1", *[PACKED] * (PACKED in overrides)]

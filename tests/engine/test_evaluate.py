@@ -42,7 +42,7 @@ def on_rank(path, overrides: list[str]) -> float:
         return evaluate(path, overrides).loss
 
 
-def test_it_is_the_loss_of_the_training(run, capsys):
+def test_evaluate_equals_loss_logged_in_training(run, capsys):
     want = losses(run)
     assert list(want) == [2, 4] and want[2] != pytest.approx(want[4], rel=1e-4)
     for step in want:
@@ -55,7 +55,7 @@ def test_it_is_the_loss_of_the_training(run, capsys):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MESHES)
-def test_every_mesh_gives_it(run, name):
+def test_evaluate_gives_same_loss_on_every_mesh(run, name):
     ranks, overrides = MESHES[name]
     for step, want in losses(run).items():
         for got in run_ranks(on_rank, ranks, checkpoint_of(run, step), overrides):
@@ -63,8 +63,8 @@ def test_every_mesh_gives_it(run, name):
 
 
 @pytest.mark.full
-def test_of_a_training_on_a_mesh(run, tmp_path):
-    """A training on two meshes, evaluated by one process."""
+def test_evaluate_of_run_on_mesh_equals_its_logged_loss(run, tmp_path):
+    """One process evaluates runs trained on two different meshes."""
     corpus = run.parent / "corpus.txt"
     plan = ["data=bin", "data.tokenizer=byte", f"data.path={run.parent / 'corpus.bin'}", "train.steps=3", *FP64,
             f"data.validation_path={run.parent / 'held.bin'}", "train.eval_every=3", "optim.lr=1e-2"]  # fmt: skip
@@ -75,7 +75,7 @@ def test_of_a_training_on_a_mesh(run, tmp_path):
 
 
 @pytest.mark.full
-def test_other_data_is_read_with_its_tokenizer(tmp_path, capsys):
+def test_evaluate_on_other_data_uses_tokenizer_of_checkpoint(tmp_path, capsys):
     folder = tmp_path / "corpus"
     folder.mkdir()
     for i in range(30):
@@ -110,14 +110,14 @@ def test_other_data_is_read_with_its_tokenizer(tmp_path, capsys):
         (["split=some"], "some: no such split"),
     ],
 )
-def test_mistakes_get_one_line(run, capsys, words, line):
+def test_bad_argument_is_one_line_error(run, capsys, words, line):
     capsys.readouterr()
     assert main([str(run), *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and line in err and err.count("\n") == 1
 
 
-def test_a_damaged_checkpoint_is_refused(run, tmp_path, capsys):
+def test_folder_without_usable_checkpoint_is_refused(run, tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such folder" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="neither a checkpoint"):

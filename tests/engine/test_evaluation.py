@@ -100,7 +100,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "variant"), list(cases()))
-def test_every_mesh_gives_one_number_and_trains_on_as_before(name, variant):
+def test_evaluation_is_same_on_every_mesh_and_harmless(name, variant):
     overrides = [*MESHES[name], *variant]
     n = ranks_of(MESHES[name])
     results = run_ranks(between_steps, n, overrides, True)
@@ -111,7 +111,7 @@ def test_every_mesh_gives_one_number_and_trains_on_as_before(name, variant):
     assert [r[1:] for r in results] == [r[1:] for r in undisturbed], "an evaluation has changed the training"
 
 
-def test_the_loss_is_the_mean_over_every_token_of_the_split():
+def test_evaluation_loss_is_mean_over_all_tokens():
     cfg, mesh, stages = build_all([])
     loss = evaluate(cfg, mesh, Evaluation(cfg, mesh, stages))
     model = next(iter(stages.models.values()))
@@ -128,7 +128,7 @@ def test_the_loss_is_the_mean_over_every_token_of_the_split():
     assert loss == pytest.approx(total / count, rel=1e-12)
 
 
-def test_what_the_set_holds():
+def test_validation_set_pads_last_rows_and_passes():
     arrays = (np.arange(11, dtype=np.uint16), np.arange(100, 104, dtype=np.uint16))
     held = ValidationSet(arrays, seq_len=4, global_batch=3)
     assert (held.count, held.passes) == (4, 2)
@@ -139,7 +139,7 @@ def test_what_the_set_holds():
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "csv"])
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 3), (2, 2), (4, 7)])
-def test_forwards_alone_are_a_legal_order(name, pp, microbatches):
+def test_forwards_of_every_schedule_are_a_legal_order(name, pp, microbatches):
     table = forwards(build(name, pp, microbatches))
     done: set[tuple[int, int]] = set()
     left = [list(row) for row in table.table]
@@ -155,7 +155,7 @@ def test_forwards_alone_are_a_legal_order(name, pp, microbatches):
 # ------------------------------------------------------------------------------------------------------- as a run does
 
 
-def test_a_run_logs_it(tmp_path):
+def test_run_logs_evaluation_and_trains_as_without(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.txt")
     held = write_corpus(tmp_path / "held.txt", words=500)
     plan = ["train.eval_every=4", "train.steps=6", "data=bin", "data.tokenizer=byte"]
@@ -173,7 +173,7 @@ def test_a_run_logs_it(tmp_path):
     assert last("one") == last("without")
 
 
-def test_no_split_to_validate_on(tmp_path, capsys):
+def test_eval_every_without_validation_split_is_refused(tmp_path, capsys):
     corpus = write_corpus(tmp_path / "corpus.txt")
     said = refusal(capsys, arguments(tmp_path / "run", corpus, "train.eval_every=4", "data.validation=0"))
     assert said.startswith("train.eval_every=4: ") and "data.validation" in said

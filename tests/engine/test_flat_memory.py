@@ -64,12 +64,12 @@ def test_memory_is_flat_over_saves_evaluations_and_samples(tmp_path):
 
 @FULL
 @pytest.mark.parametrize("part", PARTS)
-def test_memory_is_flat_over_one_part(part, tmp_path):
-    """300 times each: what it leaves is less than 10 kB a time."""
+def test_memory_is_flat_over_repeated_part(part, tmp_path):
+    """Each part runs 300 more times and leaves less than about 10 kB each time."""
     assert growth(tmp_path, 100, 700, PARTS[part]) < 3 << 20
 
 
 @FULL
 def test_memory_is_flat_over_ten_thousand_steps(tmp_path):
-    """Less than 500 bytes a step."""
+    """Growth is at most about 500 bytes a step."""
     assert growth(tmp_path, 500, 10_500, []) < 5 << 20

@@ -1,4 +1,4 @@
-"""Text from a checkpoint: greedy output is that of `transformers`, token for token, with a cache and without."""
+"""Text from a checkpoint: greedy output equals `transformers` token for token, with a cache and without."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def enlarge_blocks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full) for n in FAMILIES])
-def test_greedy_output_is_that_of_transformers(name, tmp_path):
+def test_greedy_output_equals_transformers(name, tmp_path):
     from tests.model.test_families import from_transformers, open_transformers
 
     from_transformers(tmp_path, name)
@@ -58,7 +58,7 @@ def window(tmp_path_factory):
     return folder / "run"
 
 
-def test_the_cache_changes_nothing(window):
+def test_generate_with_cache_equals_without(window):
     model = load_model(window / "checkpoints" / "step-00000003", CPU, torch.float64)
     draw = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -71,7 +71,7 @@ def test_the_cache_changes_nothing(window):
     )
 
 
-def test_the_command(window, capsys):
+def test_generate_command_prints_text_and_refuses_mistakes(window, capsys):
     assert main([str(window), "the quick", "", "max_new_tokens=5"]) == 0
     out = capsys.readouterr()
     assert out.out.startswith("the quick") and out.err.count("5 tokens, ") == 2
@@ -95,7 +95,7 @@ def test_the_command(window, capsys):
         assert line in capsys.readouterr().err
 
 
-def test_what_is_drawn():
+def test_next_tokens_follow_temperature_and_top_k():
     logits, draw = torch.tensor([[0.0, 3.0, 2.0, -1.0]]).repeat(4000, 1), torch.Generator().manual_seed(0)
     assert next_tokens(logits).unique().tolist() == [1]
     drawn = next_tokens(logits, 1.0, None, draw)
@@ -105,6 +105,6 @@ def test_what_is_drawn():
     assert next_tokens(logits, 0.01, None, draw).unique().tolist() == [1]
 
 
-def test_config_json_may_name_several_ends(tmp_path):
+def test_end_tokens_reads_several_ids(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     assert end_tokens(tmp_path) == {2, 5}

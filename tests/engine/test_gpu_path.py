@@ -1,4 +1,4 @@
-"""A step on a GPU never makes the host wait for the device, and uses the attention kernel that is the fastest for the
+"""A step on a GPU never makes the host wait for the device, and uses the fastest attention kernel for the
 run's shape."""
 
 from contextlib import contextmanager
@@ -90,14 +90,14 @@ SAMPLED = ("tp",)
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in MESHES])
-def test_no_step_waits(name):
+def test_steady_steps_never_wait_for_device(name):
     ranks, several = MESHES[name]
     first, *others = run_ranks(steady_steps, ranks, several)
     assert all(0 < loss < 20 for loss in first)
     assert all(other == first for other in others)
 
 
-def test_the_watch_for_waits_sees_them():
+def test_no_host_wait_detects_waits():
     """The tests above rely on this."""
     x = torch.arange(4.0)
     for wait in (x.sum().item, lambda: x[x > 1], lambda: bool((x > 1).any()), lambda: x.nonzero()):
@@ -108,13 +108,13 @@ def test_the_watch_for_waits_sees_them():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("overrides", [*ONE_PROCESS, ["train.compile=true", "precision.compute=bf16"]])
-def test_no_step_waits_on_a_gpu(overrides):
+def test_steady_steps_never_wait_on_gpu(overrides):
     steady_steps([overrides], "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_numbers_are_uploaded_without_a_wait():
+def test_upload_does_not_wait():
     with no_sync_on_gpu():
         uploaded = upload([1.0, 2.5], torch.device("cuda"))
     assert uploaded.tolist() == [1.0, 2.5]
@@ -147,7 +147,7 @@ def choice(overrides: list[str]) -> tuple[str, str]:
     )
 
 
-def test_ranks_choose_the_kernel_that_is_fastest_together():
+def test_ranks_choose_fastest_kernel_together():
     (best, words), other = run_ranks(choice, 2, ["mesh.fsdp=2"])
     assert other == (best, words)
     assert best == "cudnn"
@@ -158,7 +158,7 @@ def test_ranks_choose_the_kernel_that_is_fastest_together():
     ("overrides", "best"),
     [([], "math"), (["hardware.attention=efficient"], "efficient"), (["model.alibi=true"], "math")],
 )
-def test_a_kernel_asked_for_is_taken(overrides, best):
+def test_requested_kernel_is_chosen(overrides, best):
     assert choice(overrides)[0] == best
 
 
@@ -171,7 +171,7 @@ TRIED = {
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_kernels_are_tried_on_what_the_run_computes(name):
+def test_kernels_are_timed_on_shapes_of_run(name):
     """cuDNN would build a graph for each document length. Only two kernels know changed scores."""
     overrides, names = TRIED[name]
     tried = {}
@@ -188,14 +188,14 @@ def test_kernels_are_tried_on_what_the_run_computes(name):
         assert not cfg.data.pack or all(len(row) > 3 and row[-1] < shape.T for row in scores.documents)
 
 
-def test_a_kernel_that_does_not_run_is_an_error():
+def test_requested_kernel_that_fails_is_an_error():
     cfg = resolve(load_config([*BF16, "hardware.attention=flash"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"hardware\.attention=flash does not run on this GPU"):
         chosen(cfg, mesh, lambda *_: float("inf"))
 
 
-def test_what_is_measured_is_what_a_rank_computes():
+def test_timed_shape_is_shape_of_one_rank():
     overrides = ["mesh.cp=4", "cp.ulysses=2", "mesh.tp=2", "train.seq_len=32", "data.pack=true"]
     shape = shape_of(resolve(load_config([*BF16, *overrides]), 8))
     scores = Scores(documents=sample_documents(4, 16))
@@ -215,7 +215,7 @@ def test_what_is_measured_is_what_a_rank_computes():
         ),
     ],
 )
-def test_kernels_that_cannot_be(overrides, words):
+def test_unsupported_kernel_choice_is_refused(overrides, words):
     with pytest.raises(ConfigError, match=words):
         resolve(load_config([*MODEL, *overrides]), 1)
 
@@ -223,7 +223,7 @@ def test_kernels_that_cannot_be(overrides, words):
 @pytest.mark.parametrize("name", list(GPU_KERNELS))
 @pytest.mark.parametrize("heads", [2, 4])
 def test_kernels_fit_pytorchs_signatures(name, heads):
-    """On the meta device, which computes only shapes: the ops accept our arguments and return what we read."""
+    """The meta device computes only shapes: the ops accept our arguments and return the results we read."""
     whole = (SequenceSlice(0, 48, 0, 1),)
     (causal,) = tiles(whole, whole, 48)
     q, k, v = (
@@ -261,7 +261,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_a_named_kernel_is_the_same_attention():
+def test_attend_with_named_kernel_equals_default():
     q, k = torch.randn(2, 8, 4, 8), torch.randn(2, 8, 2, 8)
     torch.testing.assert_close(attend(q, k, k, Scores(kernel="math")), attend(q, k, k, Scores()))
 
@@ -270,7 +270,7 @@ def test_a_named_kernel_is_the_same_attention():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("in_tiles", [False, True])
 @pytest.mark.parametrize("name", list(GPU_KERNELS))
-def test_kernels_agree_on_a_gpu(name, in_tiles):
+def test_kernels_agree_with_fp32_on_gpu(name, in_tiles):
     torch.manual_seed(0)
     shape = Shape(2, 256, 8, 2, 64, torch.bfloat16, in_tiles, Scores())
     assert 0 < seconds(name, shape, torch.device("cuda")) < 1

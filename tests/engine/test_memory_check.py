@@ -37,12 +37,12 @@ def config(overrides: list[str], world: int = 1) -> Config:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bound_is_what_one_process_holds(kind):
+def test_least_bytes_equals_state_of_one_process(kind):
     run = RankStages.build([*SHAPE, *KINDS[kind]])
     assert least_bytes(run.cfg, 0) == (run.stages.units.state_bytes(), 0)
 
 
-def test_the_bound_knows_what_lies_in_host_memory():
+def test_least_bytes_counts_offloaded_state_as_host_memory():
     run = RankStages.build([*SHAPE, "optim.offload=true", "optim.ema=0.9", "precision.compute=bf16"])
     numel = sum(unit.layout.numel for unit in run.stages.units.units.values())
     assert least_bytes(run.cfg, 0) == (run.stages.units.state_bytes(), (4 + 8 + 4) * numel)
@@ -57,12 +57,12 @@ def both(overrides: list[str]) -> tuple[int, int, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_bound_is_reached_on_a_mesh(mesh):
+def test_least_bytes_is_reached_on_mesh(mesh):
     for bound, held, peak in run_ranks(both, 2, MESHES[mesh]):
         assert held <= bound * 1.001 and bound <= peak
 
 
-def test_what_fits_exactly_is_not_refused(monkeypatch):
+def test_require_memory_accepts_exact_fit(monkeypatch):
     cfg = config(["mesh.fsdp=4"], 4)
     needed = sum(sum(least_bytes(cfg, rank)) for rank in (2, 3))
     monkeypatch.setattr(memory_check, "memory_limit_bytes", lambda: needed)
@@ -72,7 +72,7 @@ def test_what_fits_exactly_is_not_refused(monkeypatch):
         require_memory(cfg, CPU, [2, 3])
 
 
-def test_a_gpu_holds_what_one_rank_needs(monkeypatch):
+def test_require_memory_checks_one_rank_per_gpu(monkeypatch):
     cfg = config(["mesh.fsdp=2", "mesh.zero=1", "optim.offload=true"], 2)
     on_device, _ = least_bytes(cfg, 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, on_device))
@@ -84,7 +84,7 @@ def test_a_gpu_holds_what_one_rank_needs(monkeypatch):
         require_memory(cfg, torch.device("cuda"), [0, 1])
 
 
-def test_the_limit_is_that_of_the_smallest_control_group(monkeypatch, tmp_path):
+def test_memory_limit_is_smallest_of_nested_cgroups(monkeypatch, tmp_path):
     whole = memory_limit_bytes()
     monkeypatch.setattr(memory, "_PROC", tmp_path)
     monkeypatch.setattr(memory, "_CGROUP", tmp_path / "cgroup")
@@ -102,7 +102,7 @@ def test_the_limit_is_that_of_the_smallest_control_group(monkeypatch, tmp_path):
     assert memory_limit_bytes() == 1 << 26
 
 
-def test_the_limit_of_the_first_version_of_control_groups(monkeypatch, tmp_path):
+def test_memory_limit_reads_cgroups_v1(monkeypatch, tmp_path):
     (tmp_path / "memory/job").mkdir(parents=True)
     (tmp_path / "memory/memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
     (tmp_path / "memory/job/memory.limit_in_bytes").write_text(f"{1 << 20}\n")

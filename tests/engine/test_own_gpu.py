@@ -1,4 +1,4 @@
-"""Which GPU a rank has, on stubs of `torch.cuda`: by its local rank, or the only one that its process sees."""
+"""Choice of a rank's GPU, on stubs of `torch.cuda`: by its local rank, or the only one that its process sees."""
 
 import re
 import subprocess
@@ -47,7 +47,7 @@ def gpus(n: int, uuid: str = "GPU-0", current: list | None = None):
     ("here", "visible", "local_rank", "index"),
     [("8", 8, 3, 3), ("2", 8, 1, 1), ("4", 1, 2, 0), (None, 1, 3, 0)],  # the last two: a GPU for each task of Slurm
 )
-def test_a_rank_has_its_own_gpu(here, visible, local_rank, index, monkeypatch):
+def test_device_of_gives_each_rank_its_gpu(here, visible, local_rank, index, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if here:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
@@ -58,7 +58,7 @@ def test_a_rank_has_its_own_gpu(here, visible, local_rank, index, monkeypatch):
         assert host.device_of(CFG) == torch.device("cuda", index), "in the preflight too"
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
+def test_device_of_refuses_more_ranks_than_gpus(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with gpus(2), pytest.raises(ConfigError, match="4 ranks on this host but 2 GPUs: lower --nproc-per-node to 2"):
         device_of(CFG, 1)
@@ -80,7 +80,7 @@ def join(rank: int, store: dist.Store, visible: int, uuid: str) -> None:
         (3, ("GPU-a", "GPU-a", "GPU-a"), None),  # each sees all, and its local rank tells which is its own
     ],
 )
-def test_ranks_that_share_their_only_gpu_are_refused(visible, uuids, refused):
+def test_join_refuses_ranks_that_share_a_gpu(visible, uuids, refused):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     for rank in (2, 1):
         join(rank, store, visible, uuids[rank])
@@ -138,8 +138,8 @@ def test_every_thread_is_known_and_chooses_its_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_thread_creates_no_context_on_gpu_0():
-    """In a process that works on GPU 1, a thread that waits for an event there."""
+def test_checkpoint_thread_creates_no_context_on_gpu_0():
+    """The process uses GPU 1, and the checkpoint thread waits for an event there."""
     script = """
 import torch
 from ndtrain.checkpoint.saver import _in_background

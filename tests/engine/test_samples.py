@@ -65,14 +65,14 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "variant"), list(cases()))
-def test_every_mesh_writes_the_same_text(name, variant):
+def test_samples_are_same_on_every_mesh(name, variant):
     want = plain(list(variant))
     assert len({tuple(w) for w in want}) > 2, "the texts must differ"
     for got in run_ranks(sampled, RANKS[name], [*MESHES[name], *variant]):
         assert got == want
 
 
-def test_a_run_logs_them(tmp_path, capsys):
+def test_run_writes_samples_and_trains_as_without(tmp_path, capsys):
     corpus = write_corpus(tmp_path / "corpus.txt")
     plan = ["train.steps=5", "train.sample_every=2", "train.sample_prompts=[the quick,'']", "train.sample_tokens=6"]
     assert main(arguments(tmp_path / "run", corpus, *plan)) == 0
@@ -83,7 +83,7 @@ def test_a_run_logs_them(tmp_path, capsys):
     assert [r["loss"] for r in rows(tmp_path / "run")] == [r["loss"] for r in rows(tmp_path / "without")]
 
 
-def test_data_without_a_tokenizer(tmp_path, capsys):
+def test_sample_every_without_tokenizer_is_refused(tmp_path, capsys):
     corpus = write_corpus(tmp_path / "corpus.txt")
     (tmp_path / "tokens.bin").write_bytes(bytes(4000))
     bin_ = ["data=bin", f"data.path={tmp_path / 'tokens.bin'}", "train.sample_every=2"]

@@ -82,7 +82,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("mesh", "kind", "precision"), list(cases()))
-def test_a_bad_step_changes_nothing_on_any_rank(mesh, kind, precision):
+def test_non_finite_step_is_skipped_on_every_rank(mesh, kind, precision):
     n, overrides = RANKS.get(mesh, 2), [*MESHES[mesh], *precision]
     results = run_ranks(steps, n, overrides, [(1, 1), (2, 2), (3, 3), (4, 4)], kind, (2, 3))
     without = run_ranks(steps, n, overrides, [(1, 1), (2, 4)], kind, ())
@@ -95,7 +95,7 @@ def test_a_bad_step_changes_nothing_on_any_rank(mesh, kind, precision):
         assert states[4] != states[3] and states[1] != states[0]
 
 
-def test_the_average_of_the_weights():
+def test_ema_ignores_skipped_steps():
     cfg = resolve(load_config([*RUN, *FP64]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)
@@ -134,7 +134,7 @@ def spoiled_main(args: list[str], first: int, last: int) -> tuple[int, str]:
         return rank_main(args), said.getvalue()
 
 
-def test_a_run_goes_on_and_counts(tmp_path, capsys):
+def test_run_continues_and_counts_skipped_steps(tmp_path, capsys):
     corpus = write_corpus(tmp_path / "corpus.txt")
     with Spoiled(3, 4).patch():
         assert main(arguments(tmp_path / "run", corpus, "train.max_skipped=3")) == 0
@@ -152,7 +152,7 @@ def test_a_run_goes_on_and_counts(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_too_many_in_a_row_end_the_run(ranks, tmp_path, corpus_of_words):
+def test_max_skipped_in_a_row_ends_run(ranks, tmp_path, corpus_of_words):
     plan = ["train.max_skipped=3", "checkpoint.every=3", "checkpoint.keep=9", "resume=auto"]
     args = arguments(tmp_path / "run", corpus_of_words, *plan, *["mesh.dp=2"] * (ranks - 1))
     results = run_ranks(spoiled_main, ranks, args, 4, 9)

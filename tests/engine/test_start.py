@@ -1,4 +1,4 @@
-"""What a run says, or refuses, before its first step."""
+"""Messages and refusals of a run before its first step."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def run(finished: Path, *overrides: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- resumed runs
 
 
-def test_a_complete_run_says_so_and_succeeds(finished, capsys):
+def test_finished_run_has_nothing_to_do_and_succeeds(finished, capsys):
     assert main(run(finished, "train.steps=4")) == 0
     done = f"nothing to do: step 4 of 4 is already done: {checkpoint_of(finished / 'run', 4)}"
     assert done in capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_a_complete_run_says_so_and_succeeds(finished, capsys):
 @pytest.mark.parametrize(
     ("plan", "key"), [(["train.steps=3"], "train.steps=3"), (["train.stop_at=2"], "train.stop_at=2")]
 )
-def test_a_plan_that_ends_before_the_checkpoint_is_refused(finished, plan, key, capsys):
+def test_last_step_before_checkpoint_is_refused(finished, plan, key, capsys):
     line = refusal(capsys, run(finished, *plan))
     assert line.startswith(f"{key}: the run is already at step 4 ({checkpoint_of(finished / 'run', 4)}): raise")
     assert len(rows(finished / "run")) == 4, "the metrics are as they were"
@@ -59,7 +59,7 @@ def warmup_of(*overrides: str) -> tuple[int, list[str]]:
     return cfg.optim.warmup, cfg.notes
 
 
-def test_the_warmup_of_a_recipe_fits_a_short_run():
+def test_recipe_warmup_is_shortened_to_fit_run():
     assert warmup_of() == (4, [])
     assert warmup_of("train.steps=5") == (4, [])
     for steps, fitting in ((4, 1), (2, 1), (1, 0)):
@@ -75,7 +75,7 @@ def test_an_explicit_warmup_longer_than_the_run_is_refused():
             warmup_of(*overrides)
 
 
-def test_a_short_run_says_that_its_warmup_is_shorter(tmp_path, capsys):
+def test_shortened_warmup_gives_warning(tmp_path, capsys):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "train.steps=2")
     assert main([arg for arg in args if not arg.startswith(("optim.warmup", "train.steps=10"))]) == 0
     assert "warning: optim.warmup=4 of the recipe is too long for 2 steps: shortened to 1" in capsys.readouterr().out
@@ -99,14 +99,14 @@ IDLE = {  # overrides of ten steps -> words of the warning; none: it is None
 
 
 @pytest.mark.parametrize("name", IDLE)
-def test_steps_that_update_nothing_are_named(name):
+def test_idle_steps_names_steps_without_update(name):
     overrides, words = IDLE[name]
     cfg = resolve(load_config([PLAIN, "train.steps=10", "optim.warmup=2", *overrides]), 1)
     line = idle_steps(cfg.optim, cfg.train.steps, cfg.train.stop_at or cfg.train.steps)
     assert (line is None) == (not words) and all(word in (line or "") for word in words), line
 
 
-def test_a_run_says_that_its_last_step_updates_nothing(tmp_path, capsys):
+def test_last_step_without_update_gives_warning(tmp_path, capsys):
     corpus = write_corpus(tmp_path / "corpus.txt")
     assert main(arguments(tmp_path / "run", corpus, "train.steps=3", "optim.min_lr=0")) == 0
     assert "warning: optim.schedule=cosine has learning rate 0 at step 3" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_a_run_says_that_its_last_step_updates_nothing(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------ positions, epochs
 
 
-def test_positions_are_checked_with_the_fix_that_is_open():
+def test_seq_len_beyond_positions_names_possible_fix():
     assert resolve(load_config([PLAIN, "train.seq_len=256"]), 1)
     assert resolve(load_config([PLAIN, "train.seq_len=512", "model.max_position_embeddings=512"]), 1)
     cfg = load_config([PLAIN, "train.seq_len=512"])
@@ -124,7 +124,7 @@ def test_positions_are_checked_with_the_fix_that_is_open():
         resolve(cfg, 1)
 
 
-def test_a_corpus_smaller_than_a_step_is_named(tmp_path):
+def test_corpus_smaller_than_step_gives_warning(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 320)
     (tmp_path / "b.txt").write_text("b" * 3200)
     alone = data_config({"name": "text", "path": str(tmp_path / "a.txt"), "validation": 0}, tmp_path)
@@ -139,7 +139,7 @@ def test_a_corpus_smaller_than_a_step_is_named(tmp_path):
     )
 
 
-def test_a_small_corpus_of_a_mixture_is_named(tmp_path):
+def test_small_corpus_of_mixture_gives_warning(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 320)
     (tmp_path / "b.txt").write_text("b" * 32000)
     entries = [
@@ -170,7 +170,7 @@ def test_periodic_saves_are_in_the_console(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------- what rank 0 has chosen
 
 
-def test_the_choice_of_rank_0_comes_as_it_was_sent():
+def test_resume_choice_of_rank_0_round_trips_as_json():
     state = State(4, 100, {"run.seed": 1}, 0, {"epoch": 1})
     sent = {"path": "runs/a/checkpoints/step-00000004", "state": asdict(state), "resume": "auto"}
     assert _chosen(json.loads(json.dumps(sent))) == (Path(sent["path"]), state, "auto")

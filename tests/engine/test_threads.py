@@ -39,7 +39,7 @@ def threads(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_thread_where_more_do_not_pay(case, threads, monkeypatch):
+def test_set_threads_uses_one_thread_for_small_matmuls(case, threads, monkeypatch):
     overrides, variable, before, after = CASES[case]
     threads.append(before)
     if variable:
@@ -48,7 +48,7 @@ def test_one_thread_where_more_do_not_pay(case, threads, monkeypatch):
     assert threads[-1] == after
 
 
-def test_the_default_of_torchrun_is_not_the_users(threads, monkeypatch):
+def test_set_threads_ignores_omp_default_of_torchrun(threads, monkeypatch):
     monkeypatch.setattr(torchrun, "cpu_cores", lambda: 8)
     torchrun.set_threads(2)
     threads.append(4)
@@ -56,13 +56,13 @@ def test_the_default_of_torchrun_is_not_the_users(threads, monkeypatch):
     assert threads[-1] == 1
 
 
-def test_a_gpus_rank_keeps_its_threads(threads):
+def test_set_threads_keeps_threads_of_gpu_rank(threads):
     threads.append(8)
     set_threads(resolve(load_config(SMALL), 1), torch.device("cuda"))
     assert threads[-1] == 8
 
 
-def test_tensor_parallelism_makes_matmuls_smaller():
+def test_largest_matmul_halves_with_tp_2():
     one = largest_matmul(resolve(load_config(SMALL), 1))
     two = largest_matmul(resolve(load_config([*SMALL, "mesh.tp=2"]), 2))
     assert one == 128 * 64 * 176 and two == one // 2 and one < PAYS_FROM

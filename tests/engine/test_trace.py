@@ -1,4 +1,4 @@
-"""`train.trace`: one step's timeline, measured beside predicted, in the run folder."""
+"""`train.trace`: one step's timeline, measured and predicted, in the run folder."""
 
 import json
 from dataclasses import replace
@@ -78,7 +78,7 @@ WIDE = [
 
 @pytest.mark.quiet
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_measured_as_predicted(schedule):
+def test_trace_of_pipeline_matches_prediction(schedule):
     """Each rank has a core of its own. The test detects a pipeline that waits where the schedule does not: a backward
     that sends its gradient only after the weight gradient, or a send that blocks."""
     traces, others = run_ranks(rank_traces, 2, [*WIDE, "mesh.pp=2", f"schedule={schedule}"], 7)
@@ -92,14 +92,14 @@ def test_measured_as_predicted(schedule):
     assert abs(median(off)) < 0.15, f"measured over predicted, less 1: {[f'{o:.1%}' for o in off]}"
 
 
-def test_a_step_that_ran_as_predicted():
+def test_trace_of_ideal_step_is_zero_percent_off():
     trace = made_up("zb_v", pp=4, dp=2, microbatches=9, I=0.017)
     assert trace.measured.makespan == pytest.approx(trace.predicted.makespan)
     assert trace.measured.bubble == pytest.approx(trace.predicted.bubble)
     assert "(0.0 % off)" in trace.summary() and f"bubble {100 * trace.measured.bubble:.0f} %" in trace.summary()
 
 
-def test_a_late_rank_is_off():
+def test_trace_with_late_rank_reports_deviation():
     """1F1B of two ranks, 4 x (10 + 20) ms and 30 ms of bubble; the second is 25 ms late, and so ends last."""
     trace = made_up()
     trace = replace(trace, spans=[trace.spans[0], late(trace.spans[1], 0.025)])
@@ -108,7 +108,7 @@ def test_a_late_rank_is_off():
     assert trace.summary() == "traced step 3: makespan measured 155 ms, predicted 150 ms (3.3 % off), bubble 23 %"
 
 
-def test_clocks_are_set_at_the_barrier():
+def test_aligned_sets_clocks_at_barrier():
     """The clocks of hosts have different origins. Ranks of one host share its clock, however late they leave the
     barrier."""
     at = lambda began: [ActionTiming(Action("F", 0, 0), began, began + 1.0)]
@@ -124,7 +124,7 @@ def test_clocks_are_set_at_the_barrier():
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "dualpipe_v"])
-def test_chrome_trace(name, tmp_path):
+def test_chrome_trace_has_every_action_without_gaps(name, tmp_path):
     trace = made_up(name, pp=2, dp=2, microbatches=5)
     trace.write(tmp_path)
     events = read_events(tmp_path)
@@ -167,7 +167,7 @@ def test_arrows_follow_the_messages(tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_v", marks=FULL)])
-def test_a_traced_run(schedule, tmp_path, corpus):
+def test_traced_run_writes_files_and_trains_as_without(schedule, tmp_path, corpus):
     """The third step, in both files and the log; and tracing changes no number of the training."""
     plan = ["mesh.pp=2", f"schedule={schedule}", "model.num_hidden_layers=4", "train.stop_at=4"]
     for folder, trace in (("traced", "true"), ("plain", "false")):
@@ -190,7 +190,7 @@ def test_a_traced_run(schedule, tmp_path, corpus):
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
-def test_one_process_and_a_short_run(tmp_path, corpus, capsys):
+def test_short_run_traces_its_last_step(tmp_path, corpus, capsys):
     """The last step is traced, and the third step after a resume."""
     args = arguments(tmp_path / "run", corpus, "train.trace=true", "resume=auto")
     assert main([*args, "train.stop_at=2"]) == 0
@@ -202,7 +202,7 @@ def test_one_process_and_a_short_run(tmp_path, corpus, capsys):
     assert "rank 0" in text_of(tmp_path / "run/trace/step-00000005.svg")
 
 
-def test_no_room_for_the_trace(tmp_path, corpus, capsys):
+def test_trace_that_cannot_be_written_gives_warning(tmp_path, corpus, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "trace").write_text("in the way")
     assert main(arguments(tmp_path / "run", corpus, "train.trace=true", "train.stop_at=4")) == 0
@@ -211,11 +211,11 @@ def test_no_room_for_the_trace(tmp_path, corpus, capsys):
 
 
 @pytest.mark.parametrize("value", ["text", ["clock", 1.0], ["clock", 1.0, [[["F", 0, 0], 1.0]]], ["clock", None, []]])
-def test_what_is_no_log_of_a_rank_is_refused(value):
+def test_log_from_json_refuses_other_values(value):
     with pytest.raises(ValueError, match="a rank sent a message that is not a"):
         _Log.from_json(value)
 
 
-def test_a_log_comes_as_it_was_sent():
+def test_log_round_trips_as_json():
     log = _Log("clock", 0.5, [ActionTiming(Action("F", 1, 2), 3.0, 4.0)])
     assert _Log.from_json(json.loads(json.dumps(log))) == log

@@ -34,7 +34,7 @@ def names_and_blocks(args: list[str]) -> tuple[list[list[str]], list[int]]:
     return [[name for name, _ in module.named_parameters()] for module in trainer.model], seen
 
 
-def test_one_process_has_the_whole_model(tmp_path: Path):
+def test_trainer_model_has_every_module_in_one_process(tmp_path: Path):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "train.steps=3", "train.micro_batch=8")
     (names,), (forwards,) = names_and_blocks(args)
     shapes = flops.block_shapes(resolve(compose(*args), 1).model)
@@ -44,7 +44,7 @@ def test_one_process_has_the_whole_model(tmp_path: Path):
 
 
 @pytest.mark.full
-def test_a_rank_of_a_pipeline_has_its_chunks_in_the_order_of_stages(tmp_path: Path):
+def test_trainer_model_of_pipeline_rank_has_its_chunks_in_order(tmp_path: Path):
     plan = ["mesh.pp=2", "schedule=interleaved", "schedule.chunks=2", "model.num_hidden_layers=4", "train.steps=3"]
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), *plan)
     ranks = run_ranks(names_and_blocks, 2, args)

@@ -97,20 +97,20 @@ def compare(actual: Training, expected: Training, steps: int, loss: float, norm:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_fp32_equals_the_cpu(way):
+def test_fp32_training_equals_cpu(way):
     """AdamW's first updates hardly depend on a gradient's size, so that weights with tiny gradients differ most."""
     compare(Training("cuda", *WAYS[way]), Training("cpu", *WAYS[way]), steps=3, loss=1e-5, norm=1e-4, weights=2e-2)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bf16_is_near_the_cpu(way):
+def test_bf16_training_is_near_cpu(way):
     both = [Training(device, BF16, *WAYS[way]) for device in ("cuda", "cpu")]
     compare(*both, steps=3, loss=5e-3, norm=5e-2, weights=0.4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["plain", *(pytest.param(w, marks=FULL) for w in ("recompute", "packed", "zero 1"))])
-def test_compiled_equals_eager(way, precision):
+def test_compiled_training_equals_eager(way, precision):
     more = [*WAYS[way], f"precision.compute={precision}"]
     loss, norm, weights = (1e-5, 1e-4, 2e-2) if precision == "fp32" else (5e-3, 5e-2, 0.4)
     torch._dynamo.reset()
@@ -125,21 +125,21 @@ def test_attention_backends_agree(backend, way):
 
 
 @pytest.mark.parametrize(("compute", "weights"), [("fp32", 2e-2), ("bf16", 0.1)])
-def test_offloaded_state_changes_nothing(compute, weights):
+def test_offload_trains_as_without(compute, weights):
     """Another kernel makes the update on the host, from the same numbers. Where its last bit differs, a weight may
     become another bf16 number."""
     more = [f"precision.compute={compute}"]
     compare(Training("cuda", "optim.offload=true", *more), Training("cuda", *more), 3, 1e-3, 1e-2, weights)
 
 
-def test_offloaded_state_is_not_on_the_gpu():
+def test_offload_keeps_state_in_host_memory():
     here, there = Training("cuda", BF16), Training("cuda", BF16, "optim.offload=true")
     master = lambda t: next(iter(t.stages.units.units.values())).master.device.type
     assert (master(here), master(there)) == ("cuda", "cpu")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_fp8_is_near_bf16_and_not_the_same(compiled):
+def test_fp8_losses_are_near_bf16_but_not_equal(compiled):
     torch._dynamo.reset()
     losses = lambda *more: [r.loss for r in Training("cuda", *more).steps(60)]
     fp8, bf16 = losses("precision.compute=fp8", f"train.compile={str(compiled).lower()}"), losses(BF16)
@@ -174,7 +174,7 @@ def test_a_steady_step_does_not_wait(way, compiled):
     assert all(report.wait().loss > 0 for report in reports)
 
 
-def test_the_check_for_waits_sees_one():
+def test_sync_debug_mode_detects_wait():
     x = torch.ones(3, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -186,14 +186,14 @@ def test_the_check_for_waits_sees_one():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_profiler_sees_no_wait_in_steady_steps(compiled):
-    """Also none of a library, which PyTorch does not see."""
+    """The profiler also sees waits inside libraries, which PyTorch's own check misses."""
     case = next(c for c in SUITES["smoke"].cases if c.kind == "syncs")
     cfg = resolve(load_config([*SMALL, BF16, f"train.compile={str(compiled).lower()}"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cuda", 0))
     assert gpu_case.KINDS["syncs"](case, cfg, SUITES["h200"], mesh)["waits"] == {}
 
 
-def test_a_step_does_not_grow_in_memory():
+def test_memory_of_repeated_steps_is_constant():
     training = Training("cuda", BF16)
     training.steps(3)
     torch.cuda.reset_peak_memory_stats()
@@ -216,7 +216,7 @@ RESUMED += [pytest.param([more], marks=FULL) for more in ("checkpoint.async_save
 
 
 @pytest.mark.parametrize("more", RESUMED)
-def test_training_stops_and_resumes(more, tmp_path):
+def test_stopped_training_resumes_with_same_losses(more, tmp_path):
     corpus = write_corpus(tmp_path / "corpus.txt")
     once = run(arguments(tmp_path / "once", corpus, *ON_GPU, *more), tmp_path, timeout=300)
     assert once.returncode == 0, once.stderr
@@ -244,14 +244,14 @@ def test_two_gpus_train_as_one(mesh, tmp_path):
     assert two == pytest.approx(one, rel=5e-3)
 
 
-def test_preflight_passes(tmp_path):
+def test_preflight_passes_on_gpu(tmp_path):
     args = [sys.executable, "-m", "ndtrain.preflight", "recipe=llama_debug", "hardware.device=cuda"]
     done = subprocess.run([*args, f"run.dir={tmp_path}/run"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @FULL
-def test_the_suite_of_benchmarks_runs(tmp_path):
+def test_smoke_suite_runs_on_gpu(tmp_path):
     """Runs every kind of case, and the peers, with tiny shapes."""
     assert bench(["gpu", "suite=smoke", "device=cuda", f"folder={tmp_path}"]) == 0
     cases = json.loads((tmp_path / "gpu-smoke.json").read_text())["cases"]

@@ -1,10 +1,10 @@
 """Without a GPU: the calls of operators that only GPUs have, and whether they fit the operators' schemas.
 
-The calls are made with tensors that have a shape and no memory, on the meta device; `is_cuda` says yes of all. (Fake
+The calls are made with tensors that have a shape and no memory, on the meta device; `is_cuda` is true for all. (Fake
 CUDA tensors would be nearer, but where PyTorch was built without CUDA they refuse slices, `contiguous` and `out=`. The
 fused optimizer, which needs none of these, gets fake CUDA tensors.)
 
-PyTorch checks each call against the schemas of the installed release. Those of another release are checked by its
+PyTorch checks each call against the schemas of the installed release. The schemas of another release are in its
 `torchgen/packaged/ATen/native/native_functions.yaml`, which every wheel of PyTorch holds:
 
     NATIVE_FUNCTIONS=FOLDER/native_functions.yaml python -m pytest tests/gpu/test_operators.py
@@ -136,7 +136,7 @@ def misfit(schema: torch._C.FunctionSchema, call: Call) -> str:
 
 
 @pytest.mark.parametrize("name", list(CALLS))
-def test_calls_fit_the_schemas(name, schemas):
+def test_gpu_operator_calls_match_schemas(name, schemas):
     run, operator, times = CALLS[name]
     calls = list(calls_of(run, operator))
     assert len(calls) == times

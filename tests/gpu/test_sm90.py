@@ -115,7 +115,7 @@ def a_gpu_with_fp8():
 
 
 @pytest.mark.parametrize("name", list(PIECES))
-def test_the_gpu_code_compiles_and_spills_nothing(name, tmp_path):
+def test_generated_sm90_kernels_compile_without_spills(name, tmp_path):
     began, (run, kinds, options) = time.monotonic(), PIECES[name]
     graphs = capture(run)
     assert [graph.kind for graph in graphs] == kinds
@@ -136,7 +136,7 @@ def test_the_gpu_code_compiles_and_spills_nothing(name, tmp_path):
     assert not any(min(k.spilled for k in configurations) for configurations in generated)  # a template is PyTorch's
 
 
-def test_spills_are_told(tmp_path):
+def test_compile_kernel_reports_spills(tmp_path):
     """A kernel that keeps more values at once than a thread has registers."""
     source = f"""
 import triton, triton.language as tl

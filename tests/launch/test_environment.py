@@ -202,7 +202,7 @@ SAMPLED = ("PRELUDE", "CONTAINER and VENV")  # of each script that is not local.
 @pytest.mark.parametrize(
     ("launch", "given"), [c if c[0] is local or c[1] in SAMPLED else pytest.param(*c, marks=FULL) for c in CASES]
 )
-def test_every_python_runs_in_the_given_environment(launch, given, place):
+def test_launch_scripts_run_every_python_in_given_environment(launch, given, place):
     program(place.outside / "apptainer", APPTAINER)
     env = GIVEN[given](place)
     torchruns = launch(place, **env)
@@ -248,7 +248,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_a_job_that_is_queued_again_goes_on_in_its_own_folder(place):
+def test_requeued_job_resumes_in_its_own_folder(place):
     """`resume=auto` takes the place of the user's checkpoint, and alone it would mean the default folder."""
     given = "resume=/another/run/checkpoints/step-00000005"
     checkpoints = place.home / RUN / "checkpoints"
@@ -266,7 +266,7 @@ def test_a_job_that_is_queued_again_goes_on_in_its_own_folder(place):
 @pytest.mark.parametrize(
     "script", [["local.sh"], pytest.param(["multihost.sh", "n0", "--"], marks=FULL)], ids=["local", "multihost"]
 )
-def test_a_wrong_environment_is_one_line(script, wrong, place):
+def test_wrong_environment_is_one_line_error(script, wrong, place):
     env, message = REFUSED[wrong]
     if "runtime" in wrong and any(shutil.which(name, path=PATH) for name in ("apptainer", "singularity")):
         pytest.skip("this machine has a container runtime")
@@ -295,7 +295,7 @@ def whole(place) -> dict[str, str]:
 
 @FULL
 @pytest.mark.parametrize("hosts", [[], ["localhost", "127.0.0.1"]], ids=["local", "multihost"])
-def test_a_run_in_a_container(hosts, place, whole):
+def test_run_in_container_trains_to_end(hosts, place, whole):
     argv = ["launch/multihost.sh", *hosts, "--"] if hosts else ["launch/local.sh"]
     args = arguments(place.home / RUN, write_corpus(place.home / "a corpus.txt"), "mesh.fsdp=2")
     program(place.outside / "remote", '#!/usr/bin/env bash\nexec bash -c "$2"\n')

@@ -23,7 +23,7 @@ def locked() -> dict[str, str]:
     return {name_of(line): line.split()[0].partition("==")[2] for line in lines}
 
 
-def test_the_lock_file_has_every_dependency_in_a_version_that_is_asked_for():
+def test_lock_file_versions_satisfy_pyproject():
     from packaging.requirements import Requirement
 
     versions = locked()
@@ -33,8 +33,8 @@ def test_the_lock_file_has_every_dependency_in_a_version_that_is_asked_for():
             assert need.specifier.contains(versions[need.name.lower()]), need
 
 
-def test_the_lock_file_is_closed():
-    """What its packages need is in it too, or comes with PyTorch; tokenizers asks for a hub only when it downloads."""
+def test_lock_file_includes_transitive_dependencies():
+    """Requirements of locked packages are locked too, or come with PyTorch. tokenizers needs a hub only to download."""
     versions = locked()
     for name in versions:
         for need in distribution(name).requires or []:
@@ -48,13 +48,13 @@ def session(folder: Path, *options: str, **env: str) -> subprocess.CompletedProc
     return subprocess.run(argv, cwd=ROOT, env=given, capture_output=True, text=True, timeout=300)
 
 
-def test_a_session_without_a_folder_is_one_line(tmp_path):
+def test_session_without_folder_is_one_line_error(tmp_path):
     done = session(tmp_path, "suite=smoke")
     assert done.returncode == 2 and done.stderr == "error: usage: launch/gpu_session.sh FOLDER [OPTION...]\n"
 
 
 @pytest.mark.full
-def test_a_session_measures_and_goes_on(tmp_path):
+def test_session_measures_and_resumes(tmp_path):
     out, more = tmp_path / "out", tmp_path / "more"
     smoke = ["suite=smoke", "device=cpu"]
     done = session(tmp_path, str(out), *smoke, "only=losses bf16", TESTS="1", MINUTES="3")

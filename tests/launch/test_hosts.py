@@ -171,7 +171,7 @@ def send(n0: Host, n1: Host, size: int, cwd: Path) -> float:
 
 
 @FULL
-def test_hosts_have_a_network_of_their_own(tmp_path):
+def test_namespace_hosts_have_limited_and_cuttable_links(tmp_path):
     with hosts(2) as (n0, n1):
         quick = send(n0, n1, 2**20, tmp_path)
         n1.limit(10)
@@ -199,7 +199,7 @@ ACROSS = [  # (ranks on each of two hosts, mesh)
 
 @pytest.mark.full
 @pytest.mark.parametrize(("nproc", "mesh"), ACROSS, ids=lambda v: "-".join(v) if isinstance(v, list) else str(v))
-def test_training_across_hosts_is_that_of_one_process(nproc, mesh, tmp_path, corpus, undisturbed):
+def test_training_across_hosts_equals_one_process(nproc, mesh, tmp_path, corpus, undisturbed):
     run_dir, plan = tmp_path / "run", [*FP64, "train.global_batch=8", "train.micro_batch=1"]
     with hosts(2) as nodes:
         job = start(nodes, arguments(run_dir, corpus, *plan, *mesh), tmp_path, nproc)
@@ -262,7 +262,7 @@ DEADLINE_S = 15.0
 
 
 @pytest.mark.full
-def test_a_link_cut_for_longer_than_the_deadline_ends_both_sides(tmp_path, corpus):
+def test_link_cut_beyond_deadline_ends_both_hosts(tmp_path, corpus):
     run_dir = tmp_path / "run"
     args = arguments(run_dir, corpus, *ENDLESS, *HOME[1], f"hardware.timeout_s={DEADLINE_S}")
     with hosts(2) as nodes:
@@ -286,7 +286,7 @@ def test_a_link_cut_for_longer_than_the_deadline_ends_both_sides(tmp_path, corpu
 
 @pytest.mark.full
 @pytest.mark.parametrize("seconds", [5, 25], ids=["5s", "25s-longer-than-keep-alive"])
-def test_a_link_cut_for_less_than_the_deadline_is_survived(seconds, tmp_path, corpus, undisturbed):
+def test_link_cut_within_deadline_does_not_change_result(seconds, tmp_path, corpus, undisturbed):
     run_dir, plan = tmp_path / "run", ["train.steps=100"]
     with hosts(2) as nodes:
         job = start(nodes, arguments(run_dir, corpus, *plan, *HOME[1], "hardware.timeout_s=60"), tmp_path)
@@ -333,7 +333,7 @@ def test_a_job_goes_on_without_a_lost_host(n, lost, endpoint, env, tmp_path, cor
 
 
 @pytest.mark.full
-def test_a_host_that_comes_back_takes_part_again(tmp_path, corpus, undisturbed):
+def test_returning_host_joins_job_again(tmp_path, corpus, undisturbed):
     """The run goes from two hosts to one and back to two, and is then stopped by the stop file. Each start has a new
     store, as in launch/node.sh: torchrun's own store admits no host after the first start."""
     run_dir, plan = tmp_path / "run", [*FP64, "train.steps=1000000", f"checkpoint.every={EVERY}"]

@@ -129,7 +129,7 @@ def stopped(folder: Path, args: list[str], logged: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ the ends
 
 
-def test_shellcheck():
+def test_launch_scripts_pass_shellcheck():
     files = sorted(p for p in SCRIPTS.iterdir() if p.suffix in (".sh", ".sbatch"))
     program = shutil.which("shellcheck", path=ENV["PATH"])
     assert program and len(files) >= 5, "pip install -e '.[dev]' brings shellcheck"
@@ -138,7 +138,7 @@ def test_shellcheck():
 
 
 @FULL
-def test_finished(tmp_path, corpus):
+def test_finished_run_exits_0(tmp_path, corpus):
     """The stop file and exit.json of an earlier run do not affect this one."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -151,13 +151,13 @@ def test_finished(tmp_path, corpus):
     assert not processes(tmp_path)
 
 
-def test_wrong_override(tmp_path, corpus):
+def test_wrong_override_is_one_line_error(tmp_path, corpus):
     code, _, err = ended([*LOCAL, *arguments(tmp_path / "run", corpus, "mesh.tpp=2")], tmp_path)
     assert code == 2 and "mesh.tpp" in one_error(err) and len(err.splitlines()) == 1
 
 
 @FULL
-def test_wrong_mesh(tmp_path, corpus):
+def test_wrong_mesh_is_one_line_error(tmp_path, corpus):
     """Only the ranks detect this error."""
     code, _, err = ended([*LOCAL, *arguments(tmp_path / "run", corpus, "mesh.fsdp=3")], tmp_path)
     assert code == 2 and "mesh" in one_error(err), err
@@ -178,7 +178,7 @@ if os.environ.get("RANK") == "1":
 
 
 @FULL
-def test_crash(tmp_path, corpus):
+def test_crash_of_rank_prints_its_traceback_last(tmp_path, corpus):
     """A rank raises. Its traceback is the last text on the console, after the output of torchrun and the other rank."""
     (tmp_path / "sitecustomize.py").write_text(CRASH)  # Python runs it at the start of every process
     args, folder = arguments(tmp_path / "run", corpus, "mesh.fsdp=2"), tmp_path / "run"
@@ -190,7 +190,7 @@ def test_crash(tmp_path, corpus):
 
 
 @FULL
-def test_killed(tmp_path, corpus):
+def test_killed_rank_exits_75(tmp_path, corpus):
     folder = tmp_path / "run"
     with script([*LOCAL, *arguments(folder, corpus, *LONG)], tmp_path) as process:
         reach(folder, 3)
@@ -201,7 +201,7 @@ def test_killed(tmp_path, corpus):
 
 
 @FULL
-def test_killed_and_restarted(tmp_path, corpus):
+def test_killed_rank_is_restarted_with_restarts_1(tmp_path, corpus):
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "mesh.fsdp=2", "train.steps=60", "checkpoint.every=5")
     with script([*LOCAL, *args], tmp_path, RESTARTS="1") as process:
@@ -223,7 +223,7 @@ MOMENTS = {  # where the signal hits -> overrides with which most of the time go
 
 @FULL
 @pytest.mark.parametrize(("seed", "where"), list(enumerate([*MOMENTS, *MOMENTS, "start-up", "step"])))
-def test_sigterm_at_a_random_moment(seed, where, tmp_path, corpus, documents):
+def test_sigterm_at_random_moment_saves_and_stops(seed, where, tmp_path, corpus, documents):
     draw, folder = random.Random(seed), tmp_path / "run"
     args = arguments(folder, documents if where == "evaluation" else corpus, *LONG, *MOMENTS[where])
     with script([*LOCAL, *args], tmp_path) as process:
@@ -245,7 +245,7 @@ def test_sigterm_at_a_random_moment(seed, where, tmp_path, corpus, documents):
 
 @FULL
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_other_signals(number, tmp_path, corpus):
+def test_sigint_and_sigusr1_save_and_stop(number, tmp_path, corpus):
     folder = tmp_path / "run"
     args = arguments(folder, corpus, *LONG, SLOW)
     with script([*LOCAL, *args], tmp_path) as process:
@@ -256,8 +256,8 @@ def test_other_signals(number, tmp_path, corpus):
 
 
 @FULL
-def test_a_second_signal_ends_it_at_once(tmp_path, corpus):
-    """Also in a step that takes many seconds."""
+def test_second_signal_ends_run_at_once(tmp_path, corpus):
+    """This also works during a step that takes many seconds."""
     folder = tmp_path / "run"
     args = arguments(folder, corpus, *LONG, "train.global_batch=20000")
     with script([*LOCAL, *args], tmp_path) as process:
@@ -273,7 +273,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path, corpus):
 
 
 @FULL
-def test_ctrl_c_in_a_terminal(tmp_path, corpus):
+def test_ctrl_c_in_terminal_saves_and_stops(tmp_path, corpus):
     """Ctrl-C reaches every process in the foreground of the terminal."""
     folder = tmp_path / "run"
     args = arguments(folder, corpus, *LONG, SLOW)
@@ -334,7 +334,7 @@ def remote_shell(folder: Path, lines: list[str]) -> str:
 
 
 @FULL
-def test_two_hosts(tmp_path, corpus, loopback):
+def test_two_hosts_train_to_end(tmp_path, corpus, loopback):
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "mesh.fsdp=2", "run.name='two $hosts'")  # which passes two shells unchanged
     code, out, err = ended([*MULTIHOST, *args], tmp_path, ranks=1, **loopback)
@@ -345,7 +345,7 @@ def test_two_hosts(tmp_path, corpus, loopback):
 
 
 @FULL
-def test_two_hosts_are_asked_to_stop(tmp_path, corpus, loopback):
+def test_two_hosts_stop_on_signal(tmp_path, corpus, loopback):
     folder = tmp_path / "run"
     args = arguments(folder, corpus, *LONG, SLOW)
     with script([*MULTIHOST, *args], tmp_path, 1, **loopback) as process:
@@ -358,7 +358,7 @@ def test_two_hosts_are_asked_to_stop(tmp_path, corpus, loopback):
 
 @FULL
 @pytest.mark.parametrize("how", ["a second signal", "the script is killed"])
-def test_two_hosts_end_at_once(how, tmp_path, corpus, loopback):
+def test_two_hosts_end_at_once_on_second_signal_or_kill(how, tmp_path, corpus, loopback):
     folder = tmp_path / "run"
     args = arguments(folder, corpus, *LONG, "train.global_batch=20000")
     with script([*MULTIHOST, *args], tmp_path, 1, **loopback) as process:
@@ -375,7 +375,7 @@ def test_two_hosts_end_at_once(how, tmp_path, corpus, loopback):
 
 
 @FULL
-def test_one_host_fails(tmp_path, corpus, loopback):
+def test_failure_on_one_host_ends_all_hosts(tmp_path, corpus, loopback):
     """All hosts end, and the failing rank's traceback is the last text on the console."""
     (tmp_path / "sitecustomize.py").write_text(CRASH)
     args, env = arguments(tmp_path / "run", corpus, "mesh.fsdp=2"), loopback | {"PYTHONPATH": str(tmp_path)}
@@ -386,7 +386,7 @@ def test_one_host_fails(tmp_path, corpus, loopback):
 
 @FULL
 @pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
-def test_a_host_is_lost(tmp_path, corpus):
+def test_lost_host_with_min_hosts_continues(tmp_path, corpus):
     """With MIN_HOSTS the run continues on the remaining host."""
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "mesh.fsdp=-1", "train.steps=300", "checkpoint.every=10")
@@ -404,7 +404,7 @@ def test_a_host_is_lost(tmp_path, corpus):
     assert [r["step"] for r in rows(folder)] == list(range(1, 301))
 
 
-def test_a_rank_for_each_core_however_many_threads_it_has():
+def test_ranks_here_counts_cores_despite_thread_limits():
     script = f"nvidia-smi() {{ return 1; }}; source {SCRIPTS}/common.sh; ranks_here"
     limited = os.environ | {"OMP_NUM_THREADS": "1", "OMP_THREAD_LIMIT": "1"}
     done = subprocess.run(["bash", "-c", script], env=limited, capture_output=True, text=True)

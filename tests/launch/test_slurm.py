@@ -72,7 +72,7 @@ def same_as(undisturbed: Path, folder: Path) -> None:
     assert exit_of(folder)["why"] == "finished"
 
 
-def test_two_nodes_four_ranks(undisturbed):
+def test_two_nodes_with_four_ranks_train_to_end(undisturbed):
     folder, output = undisturbed
     assert "mesh dp=2 fsdp=2" in output and f"finished step {STEPS} of {STEPS}" in output
     same_as(folder, folder)
@@ -80,7 +80,7 @@ def test_two_nodes_four_ranks(undisturbed):
     assert f"finished step {STEPS}" in printed[0] and not any("finished" in printed[n] for n in (1, 2, 3))
 
 
-def test_the_time_limit(cluster, corpus, undisturbed, tmp_path):
+def test_time_limit_saves_and_requeues_job(cluster, corpus, undisturbed, tmp_path):
     """At Slurm's warning before the time limit the job saves; it is requeued and continues."""
     job, folder = submit(cluster, tmp_path, corpus, *PLAN), tmp_path / "run"
     reach(folder, 7)
@@ -98,7 +98,7 @@ def test_the_time_limit(cluster, corpus, undisturbed, tmp_path):
     same_as(undisturbed[0], folder)
 
 
-def test_a_lost_node(cluster, corpus, undisturbed, tmp_path):
+def test_lost_node_requeues_job_with_same_result(cluster, corpus, undisturbed, tmp_path):
     job, folder = submit(cluster, tmp_path, corpus, *PLAN), tmp_path / "run"
     reach(folder, 12)
     cluster.lose("n1")
@@ -111,7 +111,7 @@ def test_a_lost_node(cluster, corpus, undisturbed, tmp_path):
     same_as(undisturbed[0], folder)
 
 
-def test_preempted(cluster, corpus, undisturbed, tmp_path):
+def test_preempted_job_continues_with_same_result(cluster, corpus, undisturbed, tmp_path):
     """A job of a partition with a higher priority takes the nodes; afterwards the first job continues."""
     job, folder = submit(cluster, tmp_path, corpus, *PLAN), tmp_path / "run"
     reach(folder, 7)
@@ -122,7 +122,7 @@ def test_preempted(cluster, corpus, undisturbed, tmp_path):
     same_as(undisturbed[0], folder)
 
 
-def test_a_sweep_of_three(cluster, corpus, tmp_path):
+def test_sweep_array_runs_one_line_per_task(cluster, corpus, tmp_path):
     lines = ["optim.lr=1e-3", "'optim.lr=2e-3'  run.seed=7", f"optim.lr=3e-3 run.dir={tmp_path}/third"]
     (tmp_path / "sweep.txt").write_text("\n".join(lines) + "\n")
     job = submit(
@@ -136,14 +136,14 @@ def test_a_sweep_of_three(cluster, corpus, tmp_path):
     assert "seed: 7" in (folders[1] / "config.yaml").read_text()
 
 
-def test_an_array_without_a_sweep(cluster, corpus, tmp_path):
+def test_array_without_sweep_is_refused(cluster, corpus, tmp_path):
     job = submit(cluster, tmp_path, corpus, options=["--array=4", "--cpus-per-task=1"])
     shown = cluster.wait(f"{job}_4", "FAILED")
     assert shown["ExitCode"] == "2:0" and not (tmp_path / "run").exists()
     assert cluster.output(shown).startswith("error: an array needs SWEEP=FILE")
 
 
-def test_a_job_that_dies_again_and_again(cluster, corpus, tmp_path):
+def test_job_that_keeps_dying_is_not_requeued_for_ever(cluster, corpus, tmp_path):
     """It is requeued, but not without end if it writes no new checkpoint."""
     plan = [*MESH, "train.steps=100000", "checkpoint.every=0"]
     job, folder = submit(cluster, tmp_path, corpus, *plan, MAX_RESTARTS="1"), tmp_path / "run"
@@ -157,14 +157,14 @@ def test_a_job_that_dies_again_and_again(cluster, corpus, tmp_path):
     assert shown["ExitCode"] == "75:0" and shown["Restarts"] == "1" and exit_of(folder)["why"] in KILLED
 
 
-def test_errors_are_not_queued_again(cluster, corpus, tmp_path):
+def test_configuration_error_is_not_requeued(cluster, corpus, tmp_path):
     job = submit(cluster, tmp_path, corpus, "mesh.dp=3")
     shown = cluster.wait(job, "FAILED")
     assert shown["ExitCode"] == "2:0" and shown["Restarts"] == "0"
     assert "error: mesh" in cluster.output(shown)
 
 
-def test_cancelled_for_good(cluster, corpus, tmp_path):
+def test_scancel_saves_and_does_not_requeue(cluster, corpus, tmp_path):
     """After scancel the job saves if there is time, and is not requeued."""
     job, folder = submit(cluster, tmp_path, corpus, *MESH, "train.steps=100000"), tmp_path / "run"
     reach(folder, 3)
@@ -176,7 +176,7 @@ def test_cancelled_for_good(cluster, corpus, tmp_path):
     assert cluster.show(job)["Restarts"] == "0"
 
 
-def test_a_stop_file_is_meant_to_last(cluster, corpus, tmp_path):
+def test_stop_file_does_not_requeue(cluster, corpus, tmp_path):
     job, folder = submit(cluster, tmp_path, corpus, *MESH, "train.steps=100000"), tmp_path / "run"
     reach(folder, 3)
     (folder / "stop").touch()
@@ -185,7 +185,7 @@ def test_a_stop_file_is_meant_to_last(cluster, corpus, tmp_path):
 
 
 def test_a_second_signal_ends_a_job_at_once(cluster, corpus, tmp_path):
-    """Also in a step that takes many seconds."""
+    """This also works during a step that takes many seconds."""
     plan = [*MESH, "train.global_batch=20000"]
     job, folder = submit(cluster, tmp_path, corpus, *plan), tmp_path / "run"
     wait_for(lambda: "run folder" in cluster.output(cluster.show(job)), "the first step", 240)

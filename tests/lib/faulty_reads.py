@@ -1,4 +1,4 @@
-"""Reads of a file that fail as those of a broken disk do: with EIO, or because the file is cut meanwhile."""
+"""Reads of a file that fail like reads from a broken disk: with EIO, or because the file is truncated meanwhile."""
 
 import ctypes
 import os

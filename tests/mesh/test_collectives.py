@@ -45,7 +45,7 @@ SAMPLE = [  # each type, size and number of ranks; sizes that the ranks divide, 
 @pytest.mark.parametrize(
     ("dtype", "numel", "n"), [c if c in SAMPLE else pytest.param(*c, marks=pytest.mark.full) for c in CASES]
 )
-def test_against_one_process(n, numel, dtype):
+def test_collectives_equal_sums_in_one_process(n, numel, dtype):
     results = run_ranks(rank_case, n, numel, dtype)
     data = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).mul(100).to(dtype) for r in range(n)]
     total = torch.stack(data).double().sum(0)

@@ -1,4 +1,4 @@
-"""What a GPU has not completed, on a stub: works whose results the test sets, and a clock of its own."""
+"""Incomplete operations of a GPU, on a stub: the test sets the results of works, and has its own clock."""
 
 import time
 from types import SimpleNamespace
@@ -59,7 +59,7 @@ class Run:
         return record and f"{record.channel} {record.number}", seconds
 
 
-def test_what_the_device_does_not_complete_is_waited_for():
+def test_longest_wait_names_first_incomplete_operation():
     run = Run()
     (first,) = run.launch("tp", 1)
     run.launch("tp", 2)
@@ -69,7 +69,7 @@ def test_what_the_device_does_not_complete_is_waited_for():
     assert run.longest_wait(20) == ("tp 2", 14)
 
 
-def test_all_messages_of_an_operation_must_complete():
+def test_operation_completes_with_its_last_message():
     run = Run()
     one, other = run.launch("cp", 1, works=2)
     one.complete()
@@ -78,7 +78,7 @@ def test_all_messages_of_an_operation_must_complete():
     assert run.longest_wait(4) == (None, 0.0)
 
 
-def test_a_message_that_is_posted_early_is_not_waited_for():
+def test_early_posted_message_is_not_waited_for():
     run = Run()
     run.launch("pp", 1, wait=False)
     assert run.longest_wait(100) == (None, 0.0)
@@ -86,7 +86,7 @@ def test_a_message_that_is_posted_early_is_not_waited_for():
     assert run.longest_wait(103) == ("pp 1", 3)
 
 
-def test_each_channel_has_its_first_incomplete_operation():
+def test_blocking_has_first_incomplete_operation_per_channel():
     run = Run()
     run.launch("fsdp", 1)[0].complete()
     run.launch("fsdp", 2)
@@ -99,8 +99,8 @@ def test_each_channel_has_its_first_incomplete_operation():
     assert [(r.channel, r.number) for r in device.incomplete()] == [("fsdp", 2), ("tp", 1), ("fsdp", 3)]
 
 
-def test_a_collective_of_eleven_minutes_is_no_hang_under_a_deadline_of_thirty():
-    """Also five of them in a row, for which the host waits in one go at the result of the step."""
+def test_eleven_minute_collective_is_within_30_minute_deadline():
+    """Five of them in a row are fine too, although the host waits for all of them at once at the result of the step."""
     run, deadline_s = Run(), 1800
     works = [run.launch("dp", 1)[0] for _ in range(5)]
     longest = 0.0
@@ -120,7 +120,7 @@ def test_a_collective_of_eleven_minutes_is_no_hang_under_a_deadline_of_thirty():
         wait.__exit__(None, None, None)
 
 
-def test_the_host_may_wait_for_something_else_for_longer():
+def test_longest_wait_may_be_of_host():
     run = Run()
     with run.at(1):
         data = run.recorder.waiting("data")
@@ -139,19 +139,19 @@ def sums_on_gloo() -> tuple[bool, bool, int]:
     return RECORDER.last[-1].on_device, bool(RECORDER.device.incomplete()), len(RECORDER.device.completed)
 
 
-def test_operations_on_a_cpu_are_not_followed():
+def test_gloo_operations_are_not_followed():
     """Checkpoints of a run on GPUs send over gloo, whose wait blocks the host."""
     assert run_ranks(sums_on_gloo, 2) == [(False, False, 0)] * 2
 
 
 @pytest.mark.parametrize(("value", "runs"), [("0", True), ("1", False)])
-def test_nccl_may_be_told_to_block_the_host(value, runs, monkeypatch):
+def test_nccl_blocking_wait_disables_device_progress(value, runs, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", value)
     with mock.patch("torch.distributed.get_backend", return_value="nccl"):
         assert DeviceProgress().runs(SimpleNamespace(group_name="g")) is runs
 
 
-def test_following_an_operation_costs_little():
+def test_follow_costs_less_than_100_microseconds():
     """Processor time of this thread, and the best of some rounds: other processes on the machine do not count."""
     run = Run()
     group = SimpleNamespace(group_name="tp", rank=lambda: 0, size=lambda: 2)
@@ -168,7 +168,7 @@ def test_following_an_operation_costs_little():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_busy_gpu_is_waited_for(tmp_path):
+def test_longest_wait_sees_busy_gpu(tmp_path):
     """A sum over NCCL of one rank, behind a kernel that spins for some seconds."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     device = torch.device("cuda", 0)

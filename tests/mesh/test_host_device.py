@@ -28,7 +28,7 @@ def registered(monkeypatch):
     return known
 
 
-def test_page_locked_memory_is_not_rounded_up(registered):
+def test_page_locked_allocates_exact_bytes_and_frees_them(registered):
     """A 10,000th of an 8B model's master weights and moments (12 N bytes), which PyTorch's allocator makes 1.4 times as
     large."""
     numel = 3 * 8_030_261_248 // 10_000
@@ -41,7 +41,7 @@ def test_page_locked_memory_is_not_rounded_up(registered):
     assert not registered, "memory that CUDA still knows cannot be freed"
 
 
-def test_threads_of_the_host(monkeypatch):
+def test_host_threads_follow_cores_ranks_and_user(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -19,7 +19,7 @@ def exchanged() -> list:
     return [broadcast_json(mine, group, CPU), all_gather_json(mine, group, CPU), gather_json(mine, group, CPU), tuples]
 
 
-def test_every_rank_has_what_was_sent():
+def test_json_messages_arrive_on_every_rank():
     values = [None, "ü" * 100, {"rank": [2, 0.1]}]
     everywhere = [None, values, None, [[r, [1.5]] for r in range(3)]]
     assert run_ranks(exchanged, 3) == [[None, values, values, everywhere[3]], everywhere, everywhere]
@@ -37,12 +37,12 @@ def of_a_stranger() -> list[str]:
     return errors
 
 
-def test_what_is_no_json_is_refused():
+def test_message_that_is_no_json_is_refused():
     for errors in run_ranks(of_a_stranger, 2):
         assert len(errors) == 4 and errors[2].startswith("a message between ranks is nested too deep"), errors
         assert errors[3] == f"a message of 0 bytes between ranks: at most {json_messages.MOST_BYTES} are allowed"
 
 
-def test_a_long_value_is_refused_before_it_is_allocated():
+def test_too_long_message_is_refused_before_allocation():
     with pytest.raises(ValueError, match="a message of 9223372036854775807 bytes between ranks"):
         json_messages._checked(2**63 - 1)

@@ -1,5 +1,5 @@
 """The process groups of a mesh: which ones are created, in how many calls, and with which options. NCCL's calls are
-stubbed; PyTorch's fake process group stands for the others."""
+stubbed; PyTorch's fake process group replaces the others."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def spec(**sizes: int) -> MeshSpec:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda p: p[0] != p[1]), unique=True))
-def test_pairs_without_a_common_rank_go_together(pairs):
+def test_disjoint_groups_pairs_without_common_rank(pairs):
     lists = disjoint(pairs)
     assert sorted(chain(*lists)) == sorted(pairs)
     for together in lists:
@@ -82,7 +82,7 @@ def test_pairs_without_a_common_rank_go_together(pairs):
         assert len(lists) <= 2 * max(Counter(chain(*pairs)).values()) - 1
 
 
-def test_only_groups_that_are_used_are_created():
+def test_mesh_creates_only_groups_in_use():
     with fake_group(3, 8) as made:
         mesh = Mesh(spec(dp=2, tp=4), 3, CPU)
         assert [mesh.group(axis) for axis in ("pp", "fsdp", "cp")] == [None] * 3 and made == []
@@ -100,8 +100,8 @@ def test_links_on_gloo_share_the_group_of_the_axis():
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
-def test_links_where_operations_run_in_launch_order(name):
-    """A group for each pair of neighbours and direction, on its two ranks alone; evaluation makes no more."""
+def test_links_in_order_have_one_group_per_direction(name):
+    """Each pair of neighbours has a group per direction, on its two ranks only. Evaluation creates no more groups."""
     schedule = build(name, 4, 8)
     for rank in range(8):
         with fake_group(rank, 8) as made:
@@ -119,7 +119,7 @@ def test_links_where_operations_run_in_launch_order(name):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_nccl_splits_the_world_once_an_axis(name):
+def test_nccl_splits_world_once_per_axis(name):
     """Every rank takes part in each split, and is in one group of it, so that all count the same groups. Some of
     1f1b's pairs leave out the first and the last stage."""
     mesh_spec, calls = spec(pp=4, fsdp=2, tp=2), []
@@ -140,7 +140,7 @@ def test_nccl_splits_the_world_once_an_axis(name):
         assert sorted(chain(*split)) == list(range(16))
 
 
-def test_thousands_of_ranks_need_no_more_splits():
+def test_nccl_splits_do_not_grow_with_ranks():
     with stubbed_nccl(5) as splits:
         mesh = Mesh(spec(pp=16, fsdp=32, tp=8), 5, GPU)
         ends = mesh.links("pp", links(build("interleaved", 16, 32)))
@@ -148,7 +148,7 @@ def test_thousands_of_ranks_need_no_more_splits():
     assert len(splits) <= 6
 
 
-def test_pytorchs_device_mesh_of_the_same_groups():
+def test_device_mesh_has_same_groups():
     with fake_group(5, 8) as made:
         mesh = Mesh(spec(dp=2, cp=2, tp=2), 5, CPU)
         device_mesh = mesh.device_mesh("dp", "tp")
@@ -159,5 +159,5 @@ def test_pytorchs_device_mesh_of_the_same_groups():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nccl_takes_the_options():
+def test_nccl_options_use_high_priority_stream():
     assert nccl_options().is_high_priority_stream

@@ -30,8 +30,8 @@ def timeouts() -> dict[str, float]:
     return {name: g._get_backend(CPU).options._timeout.total_seconds() for name, g in groups.items() if g is not None}
 
 
-def test_nothing_of_nccl_ends_a_run_before_the_watchdog(monkeypatch):
-    """Neither the timeout of the world nor the thread that looks after PyTorch's NCCL threads, eight minutes."""
+def test_nccl_timeouts_are_later_than_watchdog(monkeypatch):
+    """This covers the timeout of the world and PyTorch's NCCL heartbeat monitor, whose default is eight minutes."""
     monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")  # so that it is restored
     monkeypatch.delenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC")
     meeting = Meeting(dist.HashStore(), "attempt")

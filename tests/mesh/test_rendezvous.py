@@ -41,19 +41,19 @@ def test_a_batch_of_messages_is_one_operation():
     assert len(simulate({r: waited(send((r + 1) % 4), receive((r - 1) % 4)) for r in range(4)}).stuck) == 4
 
 
-def test_a_message_waits_behind_that_of_another_pair():
+def test_message_waits_behind_message_of_other_pair():
     programs = {0: waited(receive(2), send(1)), 1: waited(receive(0), send(2)), 2: waited(receive(1), send(0))}
     (line,) = (line for line in simulate(programs).stuck if line.startswith("rank 1"))
     assert line == "rank 1 waits for receive on c, which needs rank 0 (in receive)"
 
 
-def test_an_operation_begins_after_the_compute_before_its_launch():
+def test_operation_begins_after_preceding_compute():
     slow, fast = gather(0, 1, seconds=1), gather(0, 1, seconds=1)
     outcome = check({0: [Compute(5), slow, Wait(slow)], 1: [fast, Compute(2), Wait(fast), Compute(3)]})
     assert (slow.began, fast.began, fast.ended, outcome.makespan) == (5, 0, 6, 9)
 
 
-def test_a_wait_holds_up_later_launches():
+def test_wait_delays_later_launches():
     first, second = receive(1, "a"), send(1, "b")
     outcome = simulate({0: [first, Wait(first), second], 1: [other := receive(0, "b"), Wait(other), send(0, "a")]})
     assert len(outcome.stuck) == 2
@@ -68,27 +68,27 @@ def test_operations_of_one_communicator_take_turns():
     assert check({r: waited(*ops[r]) for r in range(2)}).makespan == 3
 
 
-def test_a_member_that_never_comes():
+def test_stuck_names_member_that_never_launches():
     outcome = simulate({0: waited(gather(0, 1, 2)), 1: waited(gather(0, 1, 2)), 2: []})
     assert [line.partition(", which ")[2] for line in outcome.stuck] == [
         "needs rank 2 (which has not launched its part)"
     ] * 2
 
 
-def test_a_send_that_nobody_waits_for_is_reported_too():
+def test_stuck_names_send_without_wait():
     assert simulate({0: [send(1)], 1: []}).stuck == [
         "rank 0 never ends send on c, which needs rank 1 (which has not launched its part)"
     ]
 
 
-def test_ranks_that_disagree():
+def test_check_refuses_ranks_that_disagree():
     with pytest.raises(LaunchOrderError, match="ranks disagree on a collective over c"):
         check({0: [gather(0, 1)], 1: [gather(0, 1, name="all_reduce")]})
     with pytest.raises(LaunchOrderError, match="has 8 bytes at one end, 4 at the other"):
         check({0: [send(1, nbytes=8)], 1: [receive(0, nbytes=4)]})
 
 
-def test_a_thread_begins_where_it_is_started():
+def test_thread_begins_at_its_start():
     """The thread of rank 0 cannot join the collective before the rank's receive, for which rank 1 first needs it."""
     message, other = receive(1, "a"), lambda: [*waited(gather(0, 1, comm="b")), *waited(send(0, "a"))]
     check({0: {0: [Start(1), *waited(message)], 1: waited(gather(0, 1, comm="b"))}, 1: other()})

@@ -77,7 +77,7 @@ def tensor(draw, tp: int) -> tuple[Dim, ...]:
 @given(meshes, st.data())
 def test_runs_cover_every_element_once_per_replica(mesh, data):
     """All ranks' runs together hold each element once for each of its replicas. The owners' runs hold it once for each
-    dp replica. A local shard is the slice of the global tensor that `shard` says."""
+    dp replica. A local shard is the slice of the global tensor that `shard` names."""
     shapes = data.draw(st.lists(tensor(mesh.size("tp")), min_size=1, max_size=4))
     tensors = {f"t{i}": dims for i, dims in enumerate(shapes)}
     rules = {d: a for d, a in RULES.items() if d in {d.name for t in shapes for d in t}}
@@ -108,8 +108,8 @@ def test_runs_cover_every_element_once_per_replica(mesh, data):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_gradients_are_partial_where_activations_are_sharded(sequence_parallel):
-    """tp=4, 2 K/V heads: gradients of norms on the residual stream are summed over tp only with sequence parallelism,
-    those of norms on heads and of replicated K/V heads always."""
+    """tp=4, 2 K/V heads. Gradients of norms on the residual stream are summed over tp only with sequence parallelism.
+    Gradients of norms on heads and of replicated K/V heads are always summed."""
     mesh = MeshSpec(AXES, (1, 1, 1, 1, 4))
     tensors = {
         "q": (Dim("heads", 8, 4), Dim("embed", 8)), "k": (Dim("kv_heads", 2, 4), Dim("embed", 8)),
@@ -140,14 +140,14 @@ def test_the_groups_of_a_tensor_follow_from_its_partial_gradient():
     assert of(("fsdp",)) == UnitGroups(("fsdp",), (), 2, 0, 1, 0)
 
 
-def test_a_vocabulary_is_sharded_unevenly_and_never_padded():
+def test_vocab_is_sharded_unevenly_without_padding():
     mesh = MeshSpec(AXES, (1, 1, 1, 1, 4))
     tensors = {"e": (Dim("vocab", 11), Dim("embed", 2))}
     shards = [Layouts(tensors, {"vocab": "tp"}, mesh, rank)["e"].shard[0] for rank in range(4)]
     assert shards == [(0, 2), (2, 3), (5, 3), (8, 3)]
 
 
-def test_matrices_come_first_and_padding_is_even():
+def test_flat_layout_orders_matrices_first_and_pads_evenly():
     mesh = MeshSpec(AXES, (1, 1, 4, 1, 1))
     tensors = {"norm": (Dim("embed", 3),), "w": (Dim("mlp", 3), Dim("embed", 3)), "u": (Dim("mlp", 1), Dim("embed", 3))}
     layouts = Layouts(tensors, {}, mesh, 0)
@@ -159,7 +159,7 @@ def test_matrices_come_first_and_padding_is_even():
     assert flat.slices(6, 32, lambda t: t.name != "w") == [slice(3, 9)]
 
 
-def test_errors_name_the_parameter_the_dim_and_the_axis():
+def test_layout_errors_name_parameter_dim_and_axis():
     mesh = MeshSpec(AXES, (1, 1, 1, 1, 4))
     with pytest.raises(ConfigError, match=r"wq: mesh\.tp=4 does not divide its 6 heads"):
         Layouts({"wq": (Dim("heads", 6, 8),)}, {"heads": "tp"}, mesh, 0)
@@ -173,7 +173,7 @@ def test_errors_name_the_parameter_the_dim_and_the_axis():
 
 @settings(max_examples=50)
 @given(st.integers(0, 3), st.integers(0, 50), st.integers(0, 50))
-def test_any_range_of_initial_weights_can_be_drawn_alone(seed, start, length):
+def test_standard_normal_draws_any_range_alone(seed, start, length):
     whole = standard_normal(seed, "model.layers.0.mlp.up_proj.weight", 0, 100)
     assert torch.equal(
         standard_normal(seed, "model.layers.0.mlp.up_proj.weight", start, length), whole[start : start + length]
@@ -195,7 +195,7 @@ def test_initial_weights_are_normal_and_differ_by_name_and_seed():
     assert abs(out.std() - 0.02) < 4e-4 and abs(down.std() - 0.02 / 4) < 1e-4
 
 
-def test_a_factor_of_initial_weights():
+def test_init_mult_scales_initial_weights():
     m = ModelConfig(init_mult={"*.down_proj.weight": 4, "*.input_layernorm.*": 4})
     inits = ("down_proj", 4, Init.TO_STREAM), ("up_proj", 1, Init.NORMAL), ("input_layernorm", 1, Init.ONES)
     for name, factor, init in inits:
@@ -207,7 +207,7 @@ def test_a_factor_of_initial_weights():
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_initial_weights_do_not_depend_on_threads(threads, monkeypatch):
-    """Blocks of runs that begin anywhere, against the whole stream."""
+    """Blocks of runs that begin anywhere equal the same part of the whole stream."""
     monkeypatch.setattr("ndtrain.model.init._BLOCK", 7)
     m, param = load_config([]).model, matrix("model.layers.0.mlp.up_proj.weight")
     whole = torch.empty(500, dtype=torch.float64)

@@ -54,7 +54,7 @@ def memory(held: list[Held], whole: torch.Tensor | None = None) -> torch.Tensor:
 
 @settings(max_examples=60)
 @given(meshes, meshes)
-def test_any_mesh_gives_any_other_its_shards(one, other):
+def test_copies_between_any_two_meshes_fill_shards(one, other):
     source, target = placed(one, owners=True), placed(other, owners=False)
     for name, size in SIZES.items():
         whole = torch.arange(size, dtype=torch.float64)
@@ -70,8 +70,8 @@ def test_any_mesh_gives_any_other_its_shards(one, other):
             assert torch.equal(got.nan_to_num(-1), want.nan_to_num(-1))
 
 
-def test_shards_of_columns_are_one_copy():
-    """A tp rank of 2 and one of 4, of a matrix that is sharded along its inputs."""
+def test_copies_between_column_shards_are_one_copy():
+    """A matrix sharded along its inputs moves from a rank of tp=2 to a rank of tp=4."""
     half, quarter = Rows(0, 512, 1024, 1024), Rows(256, 256, 1024, 1024)
     (copy,) = copies_between([Held(10, half)], [Held(0, quarter)])
     assert copy == (10 + 256, 0, 256, 1024, 512, 256)
@@ -92,14 +92,14 @@ def transferred(source: Placement, target: Placement) -> dict[str, list[torch.Te
     return taken
 
 
-def test_ranks_exchange_what_another_mesh_holds():
+def test_transfer_moves_shards_between_meshes():
     one = MeshSpec(AXES, (1, 1, 2, 1, 2))
     other = MeshSpec(AXES, (1, 2, 1, 1, 2))
     taken = run_ranks(transferred, 4, placed(one, owners=True), placed(other, owners=False))
     assert all(of_rank.keys() == SIZES.keys() for of_rank in taken)
 
 
-def test_one_rank_copies_to_itself():
+def test_transfer_on_one_rank_copies_locally():
     source = [{"norm": [Held(2, Rows(0, 5))]}]
     transfer = Transfer(None, 0, source, [{"norm": [Held(0, Rows(1, 3))]}], CPU)
     out = torch.zeros(3, dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_one_rank_copies_to_itself():
 
 
 @pytest.mark.parametrize(("held", "count"), [([(0, 3)], 3), ([(0, 5), (2, 3)], 8)])
-def test_an_element_that_nobody_or_several_hold_is_refused(held, count):
+def test_transfer_refuses_missing_or_duplicate_elements(held, count):
     source = [{"norm": [Held(0, Rows(start, length))]} for start, length in held]
     target = [{"norm": [Held(0, Rows(0, 5))]}] + [{}] * (len(held) - 1)
     with pytest.raises(ValueError, match=f"norm: 5 elements are needed, but the source has {count}"):

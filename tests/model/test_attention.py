@@ -110,7 +110,7 @@ shardings = st.builds(
 
 @given(shardings)
 @settings(max_examples=60)
-def test_every_token_is_held_once(sharding):
+def test_sharding_holds_every_token_once(sharding):
     indices = [sharding.index(part) for part in range(sharding.parts)]
     assert {len(i) for i in indices} == {sharding.length // sharding.parts}
     assert sorted(np.concatenate(indices)) == list(range(sharding.length))
@@ -124,7 +124,7 @@ def test_every_token_is_held_once(sharding):
         assert (np.diff(held) > 0).all()
 
 
-def test_explicit_shardings():
+def test_sharding_indices_equal_worked_examples():
     assert SequenceSharding(16, 2).index(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     assert SequenceSharding(16, 2, 2).index(1).tolist() == [12, 13, 14, 15]
     assert SequenceSharding(8, 2, 1, "striped").index(1).tolist() == [1, 3, 5, 7]
@@ -132,7 +132,7 @@ def test_explicit_shardings():
 
 
 @pytest.mark.parametrize("length, ring, ulysses, balance", [(6, 2, 1, "zigzag"), (6, 1, 4, "none"), (8, 2, 1, "snake")])
-def test_a_sharding_that_does_not_divide_is_refused(length, ring, ulysses, balance):
+def test_indivisible_sharding_is_refused(length, ring, ulysses, balance):
     with pytest.raises(ValueError, match=r"length|balance"):
         SequenceSharding(length, ring, ulysses, balance)
 
@@ -190,7 +190,7 @@ def test_tiles_hold_each_visible_pair_once(sharding, seed, packed, window, block
             assert np.array_equal(count, expected)
 
 
-def test_zigzag_takes_one_tile_a_step():
+def test_zigzag_needs_one_tile_per_step():
     sharding = SequenceSharding(64, 4)
     shapes = [[(t.shape, t.kind) for t in tiles(sharding.pieces(1), sharding.pieces(b), 64)] for b in range(4)]
     assert shapes[0] == [((16, 8), Kind.FULL)]
@@ -198,7 +198,7 @@ def test_zigzag_takes_one_tile_a_step():
     assert shapes[2] == shapes[3] == [((8, 16), Kind.FULL)]
 
 
-def test_blocks_beyond_the_window_are_skipped():
+def test_tiles_skip_blocks_beyond_window():
     pieces = SequenceSharding(4096).pieces(0)
     window_tiles = tiles(pieces, pieces, 4096, window=600)
     assert sum(t.shape[0] * t.shape[1] for t in window_tiles) < 2 * work(window_tiles)
@@ -208,7 +208,7 @@ def test_blocks_beyond_the_window_are_skipped():
     "balance, packed, bound", [("zigzag", False, 1.05), ("striped", False, 1.05), ("striped", True, 1.2)]
 )
 @pytest.mark.parametrize("ring", [2, 4, 8])
-def test_the_busiest_has_little_more_than_the_mean(balance, packed, bound, ring):
+def test_balanced_sharding_keeps_load_near_mean(balance, packed, bound, ring):
     sharding = SequenceSharding(2048, ring, 1, balance)
     documents = random_documents(1, 2048, seed=ring, mean=150) if packed else None
     loads = [
@@ -221,7 +221,7 @@ def test_the_busiest_has_little_more_than_the_mean(balance, packed, bound, ring)
     assert max(busy) > 1.3 * np.mean(busy), "the measure sees no imbalance"
 
 
-def test_halves_share_the_work():
+def test_halves_split_work_evenly():
     pieces = SequenceSharding(1024).pieces(0)
     for all_tiles in (tiles(pieces, pieces, 1024), tiles(pieces, pieces, 1024, block=(64, 64))):
         first, second = halves(all_tiles)
@@ -235,7 +235,7 @@ def test_halves_share_the_work():
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("length", [64, pytest.param(1300, marks=pytest.mark.full)])
-def test_the_local_core_is_masked_softmax(name, heads, length):
+def test_local_core_equals_masked_softmax(name, heads, length):
     q, k, v, grad = random_qkv(2, length, *heads, 16)
     scores = variant(name, 2, length, heads[0])
     got = out_and_gradients(lambda *x: local_core(*x, SimpleNamespace(scores=scores)), q, k, v, grad)
@@ -243,7 +243,7 @@ def test_the_local_core_is_masked_softmax(name, heads, length):
 
 
 @pytest.mark.parametrize("name", ["window", "softcap", "alibi", "mod"])
-def test_over_several_blocks(name, monkeypatch):
+def test_local_core_over_several_blocks_equals_masked_softmax(name, monkeypatch):
     monkeypatch.setattr("ndtrain.model.attention.kernels.BLOCK", (16, 24))
     monkeypatch.setattr("ndtrain.model.attention.tiles.BLOCK", (16, 24))
     q, k, v, grad = random_qkv(2, 130, 4, 2, 16)
@@ -255,7 +255,7 @@ def test_over_several_blocks(name, monkeypatch):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_in_low_precision(name, dtype, bound):
+def test_local_core_in_low_precision_is_near_fp64(name, dtype, bound):
     q, k, v, grad = random_qkv(2, 96, 4, 2, 32, dtype)
     scores = variant(name, 2, 96, 4)
     got = out_and_gradients(lambda *x: local_core(*x, SimpleNamespace(scores=scores)), q, k, v, grad)
@@ -264,7 +264,7 @@ def test_in_low_precision(name, dtype, bound):
     assert_close(got, out_and_gradients(lambda *x: brute_force(*x, scores), *wide), bound, 2 * bound)
 
 
-def test_what_lies_outside_a_document_changes_nothing():
+def test_local_core_ignores_other_documents():
     q, k, v, _ = random_qkv(1, 40, 2, 2, 16)
     scores = Scores(documents=((0, 10, 25),))
     run = lambda k: local_core(q, k, v, SimpleNamespace(scores=scores))
@@ -275,14 +275,14 @@ def test_what_lies_outside_a_document_changes_nothing():
     assert not torch.allclose(run(k)[:, 25:], run(other)[:, 25:])
 
 
-def test_alibi_slopes():
+def test_alibi_slopes_equal_published_values():
     assert alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
     assert alibi_slopes(1) == (2.0**-8,)
     # 12 heads: those of 8, then every other one of 16
     assert alibi_slopes(12) == pytest.approx((*alibi_slopes(8), *(2 ** (-0.5 * i) for i in (1, 3, 5, 7))))
 
 
-def test_compiled_without_a_graph_break_when_plain():
+def test_plain_local_core_compiles_without_graph_break():
     q, k, v, _ = random_qkv(1, 32, 4, 2, 16, torch.float32)
     core = torch.compile(local_core, fullgraph=True, backend="eager")
     ctx = SimpleNamespace(scores=Scores())

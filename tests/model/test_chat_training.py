@@ -105,7 +105,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[FULL] * (m != "one process")) for m in MESHES])
-def test_two_epochs_equal_transformers(mesh, theirs, tmp_path):
+def test_two_chat_epochs_equal_transformers(mesh, theirs, tmp_path):
     source = tmp_path / "source"
     write_model_folder(source, "llama3", marked=True, dtype=torch.float32)
     chats = write_chat(tmp_path / "chat.jsonl", 24)
@@ -129,7 +129,7 @@ def test_two_epochs_equal_transformers(mesh, theirs, tmp_path):
 # -------------------------------------------------------------------------------------------------------------- epochs
 
 
-def test_a_run_of_epochs_knows_its_steps_and_goes_on(tmp_path, capsys):
+def test_epochs_run_resolves_steps_and_resumes(tmp_path, capsys):
     source, run_dir = tmp_path / "source", tmp_path / "run"
     write_model_folder(source, "qwen3", marked=True)
     write_chat(tmp_path / "chat.jsonl", 30)
@@ -156,7 +156,7 @@ def test_a_run_of_epochs_knows_its_steps_and_goes_on(tmp_path, capsys):
     assert "raise train.epochs to train on" in line
 
 
-def test_epochs_of_texts(tmp_path):
+def test_epochs_of_text_corpus_resolve_to_steps(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.txt")
     keys = ["recipe=llama_debug", "data=text", f"data.path={corpus}", "data.tokenizer=byte", "data.validation=0"]
     cfg = resolve(load_config([*keys, "train.epochs=1.5", "train.seq_len=64", "train.global_batch=8"]), 1)
@@ -170,11 +170,11 @@ def test_epochs_of_texts(tmp_path):
     ("epochs", "sequences", "batch", "steps"),
     [(2, 10, 4, 5), (1, 10, 4, 3), (0.1, 30, 1, 3), (0.01, 10, 4, 1), (3, 7, 7, 3), (2.5, 4, 5, 2)],
 )
-def test_steps_of_epochs(epochs, sequences, batch, steps):
+def test_steps_of_rounds_epochs_up(epochs, sequences, batch, steps):
     assert steps_of(epochs, sequences, batch) == steps
 
 
-def test_the_user_says_how_long_a_run_is_once():
+def test_epochs_and_steps_together_are_refused():
     debug = ["recipe=llama_debug"]
     both = [*debug, "train.epochs=2", "train.steps=10"]
     assert config_refusal(both).startswith("train.steps=10 and train.epochs=2: both set the run's length")
@@ -188,7 +188,7 @@ def test_the_user_says_how_long_a_run_is_once():
     assert resolve(cfg.with_given(["train.steps"]), 1).train.epochs is None
 
 
-def test_what_depends_on_the_steps_is_checked_once_they_are_known():
+def test_resolve_epochs_checks_keys_that_depend_on_steps():
     cfg = lambda *more: resolve(load_config(["recipe=llama_debug", "train.epochs=2", "train.global_batch=4", *more]), 1)
     fitted = resolve_epochs(cfg("optim.schedule=cosine"), 20)
     assert fitted.frozen and fitted.train.steps == 10

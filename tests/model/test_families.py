@@ -193,7 +193,7 @@ def worst(ours: dict, theirs: dict, difference: Callable) -> tuple[float, str]:
 @pytest.mark.parametrize(
     "name", [pytest.param(f, marks=[pytest.mark.full] if f not in SAMPLE else []) for f in FAMILIES]
 )
-def test_trained_from_a_folder(name, tmp_path):
+def test_training_from_folder_equals_transformers(name, tmp_path):
     """Training on a mesh gives the losses, first gradients and final weights of `transformers` on one process, and
     `transformers` loads the checkpoint."""
     mesh = MOE_MESH if "num_experts_per_tok" in FAMILIES[name] else DENSE_MESH

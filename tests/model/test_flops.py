@@ -39,7 +39,7 @@ def tiny(**changes) -> ModelConfig:
         ("deepseek_v3", 671_026_404_352),
     ],
 )
-def test_parameter_count_of_known_models(name, count):
+def test_parameter_count_equals_published_counts(name, count):
     assert flops.parameter_count(model(name)) == count
 
 
@@ -53,11 +53,11 @@ def test_parameter_count_of_known_models(name, count):
         ({"model_type": "qwen3"}, 16 + 2 * 6),
     ],
 )
-def test_vectors_of_a_block_follow_the_model_type(changes, vectors):
+def test_block_parameters_include_biases_and_norms(changes, vectors):
     assert flops.block_parameters(tiny(**changes)) == TINY_BLOCK + vectors
 
 
-def test_parameter_count_is_that_of_the_model():
+def test_parameter_count_equals_built_model():
     """The description and the code that builds the model agree, for each kind of model."""
     torch = pytest.importorskip("torch")
     from ndtrain.model import Transformer
@@ -75,23 +75,23 @@ def test_parameter_count_is_that_of_the_model():
         assert sum(p.numel() for p in built.parameters()) == flops.parameter_count(m), changes
 
 
-def test_head_counts_as_matmul_whether_tied_or_not():
+def test_matmul_parameters_include_head_if_tied_or_not():
     for tied in (False, True):
         assert flops.matmul_parameters(tiny(tie_word_embeddings=tied)) == 3 * TINY_BLOCK + 80
 
 
-def test_flops_per_token():
+def test_flops_per_token_equals_hand_calculation():
     assert flops.flops_per_token(TINY, 100) == 6 * (3 * TINY_BLOCK + 80) + 12 * 3 * 4 * 6 * 100
     # Llama 3.1 8B at 8192 tokens: 6 x 7,504,658,432 + 12 x 32 x 32 x 128 x 8192
     assert flops.flops_per_token(model("llama3_8b"), 8192) == 45_027_950_592 + 12_884_901_888
 
 
-def test_flops_add_up_from_blocks_and_head():
+def test_flops_per_token_is_sum_of_blocks_and_head():
     forward = 3 * flops.block_flops(TINY, 100) + flops.head_flops(TINY)
     assert flops.flops_per_token(TINY, 100) == 3 * forward
 
 
-def test_ops_add_up_to_the_block():
+def test_op_flops_add_up_to_block():
     """q and o are 8 x 24, k and v 8 x 12, gate, up and down 8 x 12; scores and values 24 x 100 each."""
     assert flops.op_flops(TINY, 100) == {
         "qkv_proj": 2 * (192 + 2 * 96), "core": 4 * 24 * 100, "o_proj": 2 * 192, "gate_up_proj": 2 * 2 * 96,
@@ -116,9 +116,9 @@ TAIL = frozenset({"down_proj"})
         ([], 0),
     ],
 )
-def test_recompute_adds_what_is_run_again(skipped_ops, again):
+def test_hardware_flops_include_recompute(skipped_ops, again):
     assert flops.hardware_flops_per_token(TINY, 100, skipped_ops) == flops.flops_per_token(TINY, 100) + again
 
 
-def test_elementwise_values_of_a_block():
+def test_elementwise_values_equal_hand_count():
     assert flops.elementwise_values(TINY) == 10 * 8 + 2 * (24 + 12) + 5 * 12

@@ -43,7 +43,7 @@ def check(name: str, scores: Scores, dtype: torch.dtype, bound: float, heads=(4,
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("name", FLASH)
-def test_flash_by_segments(name, heads):
+def test_flash_with_documents_equals_masked_softmax(name, heads):
     scores = flash_scores(name, 2, 64)
     calls = check("flash", scores, torch.float64, 1e-10, heads)
     check("flash", scores, torch.float32, 2e-6, heads)
@@ -52,21 +52,21 @@ def test_flash_by_segments(name, heads):
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.full) for n in VARIANTS[:-1]), VARIANTS[-1]])
-def test_flex(name):
+def test_flex_equals_masked_softmax(name):
     check("flex", variant(name, 2, 64, 4), torch.float64, 1e-10)
     check("flex", variant(name, 2, 64, 4), torch.float32, 2e-6)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["everything", "packed"])
-def test_flex_skips_blocks(name, monkeypatch):
-    """Over several blocks of scores, of which some are computed without a mask and some not at all."""
+def test_flex_over_several_blocks_equals_masked_softmax(name, monkeypatch):
+    """Some blocks of scores are computed without a mask, and some not at all."""
     monkeypatch.setattr(flex, "BLOCK_SIZE", 16)
     check("flex", variant(name, 2, 130, 4), torch.float64, 1e-10, length=130)
 
 
-def test_blocks_that_flex_computes():
-    """Of four blocks of queries: which blocks of keys are computed with a mask, and which without."""
+def test_flex_call_selects_expected_blocks():
+    """For four blocks of queries, count the blocks of keys computed with a mask and without."""
     whole = (SequenceSlice(0, 512, 0, 1),)
     blocks = lambda documents, window, masked=False: (
         flex._flex_call(whole, whole, documents, window, masked, torch.device("cpu")).inputs.blocks
@@ -84,9 +84,9 @@ def test_blocks_that_flex_computes():
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
-def test_flex_compiled_for_the_cpu(name):
-    """The forward by inductor's kernel, which on a CPU has neither a log-sum-exp nor a backward. It is given one row:
-    where rows have other documents, that of torch 2.13 reads those of one row for another."""
+def test_compiled_flex_forward_equals_masked_softmax(name):
+    """Inductor's CPU kernel has only a forward, without log-sum-exp. The test uses one row: if rows have different
+    documents, the kernel of torch 2.13 uses the documents of a wrong row."""
     q, k, v, _ = (x.transpose(1, 2) for x in random_qkv(1, 256, 4, 2, 16, torch.float32))
     scores, whole = variant(name, 1, 256, 4), (SequenceSlice(0, 256, 0, 1),)
     call = flex.flex_call(scores, whole, whole, 256, q)
@@ -109,7 +109,7 @@ def test_flex_compiled_for_the_cpu(name):
         (flash_attention_backward, torch.ops.aten._flash_attention_backward.default),
     ],
 )
-def test_the_stubs_have_the_signatures_of_pytorch(stub, op):
+def test_kernel_stubs_have_signatures_of_pytorch(stub, op):
     """Further arguments of the op have defaults."""
     import inspect
 
@@ -122,8 +122,8 @@ def test_the_stubs_have_the_signatures_of_pytorch(stub, op):
 
 
 @pytest.mark.parametrize("heads", [4, 2])
-def test_flash_by_segments_fits_pytorchs_signatures(heads):
-    """On fake tensors of a GPU, which have only shapes: the ops take our arguments and return what we read."""
+def test_flash_with_documents_fits_pytorch_signatures(heads):
+    """Fake GPU tensors have only shapes: the ops accept our arguments and return the results we read."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ndtrain.model.attention.varlen import varlen_calls

@@ -89,7 +89,7 @@ def compiled():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_objective_has_the_sums_and_the_gradients_of_its_formula(name):
+def test_losses_of_objective_equal_its_formula(name):
     cfg = config_of(name)
     x, weight, targets = random_case(torch.float64)
     got = losses_of(x, weight, targets, make_objective(cfg), wanted=True)
@@ -107,7 +107,7 @@ def test_an_objective_has_the_sums_and_the_gradients_of_its_formula(name):
     ],
 )
 @pytest.mark.parametrize("name", CONFIGS)
-def test_compiled_is_the_same(compiled, name, dtype, bound):
+def test_compiled_objective_equals_eager(compiled, name, dtype, bound):
     x, weight, targets = random_case(dtype)
     for wanted in (True, False):
         with torch.no_grad():
@@ -117,7 +117,7 @@ def test_compiled_is_the_same(compiled, name, dtype, bound):
             assert a.dtype == b.dtype and (a - b).norm() <= bound * b.norm()
 
 
-def test_objectives_with_equal_settings_share_what_is_compiled(compiled):
+def test_objectives_with_equal_settings_share_compiled_code(compiled):
     assert compiled(ObjectiveConfig()) is compiled(ObjectiveConfig())
     assert compiled(ObjectiveConfig(z_loss=0.1)) is not compiled(ObjectiveConfig())
     assert isinstance(make_objective(ObjectiveConfig()), CrossEntropy)

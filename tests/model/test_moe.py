@@ -40,8 +40,8 @@ def routing():
     return softmax_top_k(logits, K, renormalise=True)
 
 
-def test_rows_go_to_their_experts_and_back():
-    """Against a loop over tokens; the gradients are those of autograd through it."""
+def test_permute_and_combine_equal_loop_over_tokens():
+    """Outputs equal a loop over tokens, and gradients equal autograd through it."""
     weights, experts = routing()
     x, scale = drawn(N, E).requires_grad_(), drawn(X, E)
     p = Permutation.of(experts, X)
@@ -57,7 +57,7 @@ def test_rows_go_to_their_experts_and_back():
 
 
 @pytest.mark.parametrize("precision", [torch.float64, torch.bfloat16])
-def test_rows_are_combined_as_autograd_does_it(precision, monkeypatch):
+def test_combine_in_parts_equals_autograd(precision, monkeypatch):
     """Outputs and both gradients, in several parts; rows narrower than the weights are widened first."""
     monkeypatch.setattr(permutation, "_CACHED", 3 * E)
     p = Permutation.of(routing().experts, X)
@@ -71,8 +71,8 @@ def test_rows_are_combined_as_autograd_does_it(precision, monkeypatch):
     torch.testing.assert_close(made, wanted)
 
 
-def test_products_with_one_input_are_added_where_they_are_made():
-    """An expert without rows has none."""
+def test_sum_of_products_equals_sum_over_experts():
+    """An expert without rows has no products."""
     sizes = [3, 0, 4]
     rows = ExpertRows.of(torch.tensor(sizes), 7)
     xs, ws = [drawn(7, E), drawn(7, INNER)], [drawn(3, E, 5), drawn(3, INNER, 5)]
@@ -80,7 +80,7 @@ def test_products_with_one_input_are_added_where_they_are_made():
     torch.testing.assert_close(sum_of_products(xs, ws, rows), torch.cat(each))
 
 
-def test_rows_of_an_expert_keep_the_order_of_their_tokens():
+def test_permutation_keeps_token_order_within_expert():
     _, experts = routing()
     p = Permutation.of(experts, X)
     for of_expert in (p.slots // K).split(p.counts.tolist()):
@@ -88,7 +88,7 @@ def test_rows_of_an_expert_keep_the_order_of_their_tokens():
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_softmax_top_k(renormalise):
+def test_softmax_top_k_equals_hand_calculation(renormalise):
     weights, experts = softmax_top_k(torch.tensor([[1.0, 3.0, 2.0, 0.0]]), 2, renormalise)
     e = torch.tensor([3.0, 2.0]).exp()
     total = e.sum() if renormalise else torch.tensor([1.0, 3.0, 2.0, 0.0]).exp().sum()
@@ -109,8 +109,8 @@ def in_groups(logits: torch.Tensor, bias: torch.Tensor | None, m: ModelConfig = 
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_sigmoid_top_k_is_the_router_of_transformers(biased):
-    """With biases so large that they decide some choices; the weights are without them."""
+def test_sigmoid_top_k_equals_router_of_transformers(biased):
+    """The biases are large enough to change some choices. The weights do not contain them."""
     hf = transformers.AutoConfig.for_model(**to_hf(GROUPED))
     theirs = modeling_deepseek_v3.DeepseekV3TopkRouter(hf)
     x, bias = drawn(50, hf.hidden_size).float(), drawn(12).float() * biased
@@ -124,7 +124,7 @@ def test_sigmoid_top_k_is_the_router_of_transformers(biased):
     assert biased == (in_groups(logits, None).experts.sort().values != ours.experts.sort().values).any()
 
 
-def test_a_bias_chooses_a_group_and_weighs_nothing():
+def test_group_bias_changes_choice_but_not_weights():
     """Group 1 has the two best experts after its bias, though group 0 has the single best one."""
     m = replace(GROUPED, num_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, norm_topk_prob=False)
     logits, bias = torch.tensor([[3.0, -3.0, 0.5, 0.4]]), torch.tensor([0.0, 0.0, 0.2, 0.2])
@@ -135,7 +135,7 @@ def test_a_bias_chooses_a_group_and_weighs_nothing():
     assert in_groups(logits + torch.tensor([0, 3.0, 0, 0]), None, m).experts.tolist() == [[0, 1]]
 
 
-def test_the_router_is_wider_than_bf16():
+def test_wide_linear_computes_logits_in_fp32():
     x, w = drawn(3, E).bfloat16(), drawn(X, E).bfloat16()
     logits = wide_linear(x, w)
     assert logits.dtype == torch.float32
@@ -145,14 +145,14 @@ def test_the_router_is_wider_than_bf16():
 # ------------------------------------------------------------------------------------------------------------ balance
 
 
-def test_a_selection_bias_chooses_and_weighs_nothing():
+def test_selection_bias_changes_choice_but_not_weights():
     logits, bias = torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([0.0, 0.0, -9.0, 0.0])
     weights, experts = softmax_top_k(logits, 2, renormalise=False, bias_X=bias)
     assert experts.tolist() == [[1, 0]]
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, experts))
 
 
-def test_loads():
+def test_load_statistics_equal_hand_calculation():
     """The largest over the mean, and the entropy over its largest value: of equal loads, of two experts that have all,
     and of one that has all."""
     counts = torch.tensor([[4.0, 4, 4, 4], [8, 8, 0, 0], [0, 16, 0, 0]], dtype=torch.float64)
@@ -160,7 +160,7 @@ def test_loads():
     torch.testing.assert_close(load_entropy(counts), torch.tensor([1, 0.5, 0], dtype=torch.float64))
 
 
-def test_an_attached_loss_adds_its_gradient_and_no_value():
+def test_with_gradient_of_adds_gradient_but_no_value():
     x, y = drawn(N, K).requires_grad_(), drawn(N).requires_grad_()
     out = with_gradient_of(x, 3 * y.square().sum())
     assert torch.equal(out, x)
@@ -169,7 +169,7 @@ def test_an_attached_loss_adds_its_gradient_and_no_value():
     torch.testing.assert_close(dy, 6 * y.detach())
 
 
-def test_losses_of_even_loads():
+def test_balance_and_z_loss_of_even_loads():
     """K for each token; and the square of log X where all logits are 0."""
     even, logits = torch.full((N, X), 1 / X, dtype=torch.float64), torch.zeros(N, X, dtype=torch.float64)
     assert balance_loss(even[0] * K, even).item() == pytest.approx(K * N)
@@ -192,9 +192,9 @@ def stacked(dtype: torch.dtype, outs: tuple[int, ...]) -> tuple[FusedWeights, li
 @pytest.mark.parametrize("kinds", [1, 2], ids=["apart", "together"])
 @pytest.mark.parametrize("out", [INNER, 6], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_grouped_linear_is_the_loop(dtype, out, kinds, deferred):
+def test_grouped_linear_equals_loop_over_experts(dtype, out, kinds, deferred):
     """Outputs and gradients equal autograd's through the plain loop, of two matrices of each expert in two stacks or in
-    one; what stood in a fresh gradient is overwritten, and what a microbatch before left is added to."""
+    one. A fresh gradient is overwritten, and the gradient of an earlier microbatch is added to."""
     counts = torch.tensor([4, 0, 1, 3, 0])
     accumulator, stacks = GradAccumulator(), [stacked(dtype, (out,) * kinds) for _ in range(2 // kinds)]
     fused = {of_kinds[0][0]: stack for stack, of_kinds in stacks}
@@ -234,7 +234,7 @@ FACTORS = {  # dtype, elements before it in its buffer, columns -> does the kern
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_the_kernel_of_grouped_products_takes_what_is_aligned(name):
+def test_serves_grouped_requires_alignment(name):
     dtype, before, columns, serves = FACTORS[name]
     factor = lambda: torch.empty(before + 4 * columns, dtype=dtype, device="meta")[before:].view(4, columns)
     assert not serves_grouped(factor())
@@ -252,9 +252,9 @@ SHAPE = ModelConfig(
 ATTENTION = 2 * 192 + 2 * 96  # weights of q and o, 8 x 24 each, k and v, 8 x 12
 
 
-def test_active_parameters_count_as_flops_and_all_of_them_as_memory():
-    """Two layers of 4 experts of 3 x 8 x 5 weights, of which a token goes to 2, a router 4 x 8, a shared expert
-    3 x 8 x 7 with its gate 8, and a dense layer of 3 x 8 x 12."""
+def test_flops_count_active_and_memory_all_experts():
+    """Two layers have 4 experts of 3 x 8 x 5 weights and a router of 4 x 8; a token goes to 2 experts. They also have
+    a shared expert of 3 x 8 x 7 with a gate of 8. The third layer is dense, 3 x 8 x 12."""
     sparse, dense = ATTENTION + 2 * 120 + 32 + 168 + 8, ATTENTION + 288
     assert flops.matmul_parameters(SHAPE) == 2 * sparse + dense + 80
     assert flops.flops_per_token(SHAPE, 100) == 6 * (2 * sparse + dense + 80) + 12 * 3 * 4 * 6 * 100
@@ -264,7 +264,7 @@ def test_active_parameters_count_as_flops_and_all_of_them_as_memory():
         assert sum(p.numel() for p in Transformer(SHAPE).parameters()) == flops.parameter_count(SHAPE)
 
 
-def test_recompute_of_mixed_layers_is_counted_by_their_kind():
+def test_hardware_flops_count_dense_and_sparse_layers():
     again = flops.hardware_flops_per_token(SHAPE, 100, [frozenset()] * 3) - flops.flops_per_token(SHAPE, 100)
     assert again == sum(flops.block_flops(SHAPE, 100, i) for i in range(3))
     assert flops.block_flops(SHAPE, 100, 0) != flops.block_flops(SHAPE, 100, 1)
@@ -272,7 +272,7 @@ def test_recompute_of_mixed_layers_is_counted_by_their_kind():
     assert ahead == again, "a look ahead is a forward of every block too"
 
 
-def test_experts_are_a_unit_whose_matrices_of_one_input_are_neighbours():
+def test_expert_unit_orders_matrices_by_input():
     table = params(SHAPE)
     names = [n for n, p in table.items() if p.unit == "model.layers.2.mlp.experts"]
     of_one_input = ("gate_proj", "up_proj"), ("down_proj",)
@@ -326,7 +326,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_models(name):
+def test_unsupported_moe_model_is_refused(name):
     changes, said = REFUSED[name]
     with pytest.raises(ConfigError) as caught:
         resolve(load_config(["recipe=moe_debug", *(f"model.{c}" for c in changes)]), 1)
@@ -334,12 +334,12 @@ def test_refused_models(name):
     assert "\n" not in line and all(word in line for word in said), line
 
 
-def test_an_experts_size_that_is_null_is_written_as_the_dense_one():
-    """transformers would put its class's default in its place."""
+def test_to_hf_writes_dense_size_for_null_expert_size():
+    """transformers would use the default of its class instead."""
     model = resolve(load_config(["recipe=moe_debug", "model.moe_intermediate_size=null"]), 1).model
     assert to_hf(model)["moe_intermediate_size"] == model.intermediate_size
 
 
-def test_every_layer_dense_is_a_dense_model():
+def test_moe_model_of_only_dense_layers_has_no_experts():
     m = replace(SHAPE, mlp_only_layers=[0, 1, 2])
     assert not any("experts" in n for n in tensor_dims(m))

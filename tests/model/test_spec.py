@@ -68,13 +68,13 @@ SAMPLE = {"model llama3_8b", *(name for name in STORED if name.startswith("famil
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.full) for n in STORED])
-def test_a_model_declares_what_it_did(name):
-    """Names, order, dims, shapes, units, layers, experts, ops and initial values of its tensors, and its FLOPs, are
-    those of the program before there were records."""
+def test_declared_records_equal_stored_ones(name):
+    """Compared are names, order, dims, shapes, units, layers, experts, ops and initial values of tensors, and FLOPs.
+    The stored values are from before the records were introduced."""
     assert declared(name) == STORED[name]
 
 
-def test_every_shipped_model_is_stored():
+def test_every_shipped_model_has_stored_records():
     shipped = {f"model {path.stem}" for path in (ROOT.parent / "conf" / "model").glob("*.yaml")}
     assert shipped <= STORED.keys(), "add it to declared.json as `declared` says it"
 
@@ -83,7 +83,7 @@ def test_every_shipped_model_is_stored():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
-def test_saved_results_have_the_sizes_that_the_table_says(family):
+def test_saved_results_have_sizes_of_op_table(family):
     sizes = ["train.seq_len=8", "train.micro_batch=2", "train.global_batch=2", "recompute=selective"]
     rank = RankStages.build([*overrides_of(f"family {family}"), *sizes])
     m, stages = rank.cfg.model, rank.stages
@@ -113,7 +113,7 @@ class Misspelt(Block):
         return OpSpec("up_proj", (("mlp.upp_proj",),)), down
 
 
-def test_an_op_of_a_projection_that_is_not_there_is_refused(monkeypatch):
+def test_op_of_missing_projection_is_refused(monkeypatch):
     m = resolve(load_config([]), 1).model
     monkeypatch.setattr("ndtrain.model.transformer.block_class", lambda m, index: Misspelt)
     with pytest.raises(ValueError, match=r"op up_proj: the block has no mlp\.upp_proj\.weight: correct"):
@@ -166,13 +166,13 @@ def strings(nodes: list[ast.expr]) -> list[str]:
     return [n.value for node in nodes for n in of(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
 
 
-def test_no_name_of_a_parameter_or_op_is_taken_apart():
+def test_no_code_parses_parameter_or_op_names():
     for here, tree in trees().items():
         found = name_tests(tree, op_names())
         assert not found, f"{here} tests a name for {found[0]!r}: read the field of its `Param` or `OpSpec` instead"
 
 
-def test_no_name_of_an_op_is_written_outside_the_blocks():
+def test_op_names_are_written_only_in_blocks():
     """Names of one word may mean other things."""
     ops = {op for op in op_names() if "_" in op}
     for here, tree in trees().items():
@@ -194,5 +194,5 @@ def test_no_name_of_an_op_is_written_outside_the_blocks():
         'match op:\n    case "combine":\n        pass',
     ],
 )
-def test_a_name_that_is_taken_apart_is_found(source):
+def test_name_tests_finds_code_that_parses_names(source):
     assert name_tests(ast.parse(source), op_names())

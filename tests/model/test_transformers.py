@@ -159,7 +159,7 @@ AS_IT_IS = [
 
 
 @pytest.mark.parametrize(("name", "lifted"), [*EXACT, *AS_IT_IS])
-def test_loss_and_gradients(name, lifted):
+def test_loss_and_gradients_equal_transformers(name, lifted):
     m = config(name)
     ours, theirs = pair(m)
     if lifted:
@@ -182,7 +182,7 @@ def test_loss_and_gradients(name, lifted):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_config_json_both_ways(name):
+def test_to_hf_round_trips_through_transformers(name):
     m = config(name)
     back = from_hf(transformers.AutoConfig.for_model(**to_hf(m)).to_dict(), name=m.name)
     assert to_hf(back) == to_hf(m)

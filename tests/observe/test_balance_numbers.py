@@ -1,10 +1,10 @@
-"""What a run with experts writes into metrics.jsonl about their loads."""
+"""Expert loads in metrics.jsonl."""
 
 from ndtrain.train import main
 from tests.lib.helpers import arguments, rows, write_corpus
 
 
-def test_every_layer_with_experts_is_in_metrics_jsonl(tmp_path, capsys):
+def test_metrics_jsonl_has_load_of_every_moe_layer(tmp_path, capsys):
     run = tmp_path / "run"
     experts = ["model=moe_debug", "moe.z_loss=0.01", "moe.aux_coef=0.01", "train.steps=2", "optim.warmup=1"]
     assert main(arguments(run, write_corpus(tmp_path / "corpus.txt"), *experts)) == 0

@@ -73,13 +73,13 @@ def test_an_unknown_logger_in_a_list_names_the_near_miss(override):
         resolve(compose(override), 1)
 
 
-def test_one_name_is_what_it_was():
+def test_single_logger_name_is_accepted():
     assert compose("logger=jsonl").logger.names == ["jsonl"]
     assert compose("logger.name=jsonl").logger.names == ["jsonl"]
     assert compose().logger.name == "wandb"
 
 
-def test_tensorboard_without_its_package_is_one_line(monkeypatch):
+def test_missing_tensorboard_is_one_line_error(monkeypatch):
     real = importlib.util.find_spec
     absent = lambda name, *rest: None if name == "tensorboard" else real(name, *rest)
     monkeypatch.setattr(tensorboard_logger, "find_spec", absent)
@@ -90,7 +90,7 @@ def test_tensorboard_without_its_package_is_one_line(monkeypatch):
 
 
 @pytest.mark.full
-def test_tensorboard_reads_back_across_a_resume(tmp_path):
+def test_tensorboard_events_continue_after_resume(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -111,7 +111,7 @@ def test_tensorboard_reads_back_across_a_resume(tmp_path):
     assert {"mfu", "lr", "peak_memory_bytes"} <= set(events.Tags()["scalars"])
 
 
-def test_best_evaluation_of_a_metrics_file(tmp_path):
+def test_best_evaluation_reads_lowest_loss_and_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert best_evaluation(path) == NO_EVALUATION
     losses = [None, 3.0, 2.5, 2.75]
@@ -120,7 +120,7 @@ def test_best_evaluation_of_a_metrics_file(tmp_path):
 
 
 @pytest.mark.full
-def test_wandb_has_group_tags_owner_and_best_evaluation(tmp_path, wandb):  # noqa: F811
+def test_wandb_gets_group_tags_entity_and_best_evaluation(tmp_path, wandb):  # noqa: F811
     cfg = ["logger.group=sweep", "logger.tags=[small,test]", "logger.entity=us"]
     for start, losses in ((0, (3.0, 2.5, None)), (3, (2.75, math.nan))):
         metrics = make_with(tmp_path, cfg, start)
@@ -143,7 +143,7 @@ def make_with(folder: Path, overrides: list[str], start: int) -> Metrics:
 
 
 @pytest.mark.full
-def test_what_is_optional_is_not_imported_before_it_is_used():
+def test_optional_packages_are_not_imported_at_start():
     code = (
         "import sys, ndtrain.train; from ndtrain.config import compose, resolve; resolve(compose(), 1);"
         "print([m for m in ('wandb', 'tensorboard', 'transformers', 'datasets', 'matplotlib', 'torch._dynamo', "

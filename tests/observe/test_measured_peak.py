@@ -1,4 +1,4 @@
-"""The measured peak of a CPU: what is kept, when it is measured again, and what a user is told about it."""
+"""The measured peak of a CPU: the cached value, when it is measured again, and the messages to the user."""
 
 import json
 import time
@@ -43,7 +43,7 @@ def test_an_undisturbed_rate_is_kept_and_checked_briefly(runs):
     assert runs(2.0)[0] == 2.05
 
 
-def test_a_bad_value_is_raised_with_a_line(runs):
+def test_higher_rate_replaces_cached_one_with_warning(runs):
     runs(1.0)
     best, (line,), _ = runs(3.0)
     assert best == 3.0
@@ -63,33 +63,33 @@ def test_a_disturbed_rate_is_measured_again_at_most_twice(runs, how, why):
     assert runs(1.0, **how) == (1.02, [], False)
 
 
-def test_an_undisturbed_rate_ends_the_doubt(runs):
+def test_undisturbed_rate_ends_repeated_measuring(runs):
     runs(1.0, **BUSY)
     assert runs(1.01) == (1.01, [], True)
     assert runs(1.0, **BUSY) == (1.01, [], False)
 
 
-def test_even_products_are_trusted_between_those_of_other_programs(runs):
+def test_even_timings_on_busy_machine_are_trusted(runs):
     assert runs(1.0, share=0.5, spread=1.05) == (1.0, [], True)
     assert runs(1.0) == (1.0, [], False)
 
 
-def test_even_products_of_several_threads_are_not_trusted_between_those_of_other_programs(runs):
-    """Seen: two threads beside other programs reached a fifth of one thread's rate, evenly."""
+def test_even_timings_of_several_threads_are_not_trusted(runs):
+    """Observed: while other programs ran, two threads evenly reached a fifth of one thread's rate."""
     _, (line,), _ = runs(1.0, share=0.5, spread=1.05, threads=2)
     said = "other programs used 50 % of its cores' time: stop them or set hardware.threads=1"
     assert said in line
     assert runs(5.0, threads=2)[::2] == (5.0, True), "measured whole again"
 
 
-def test_a_slow_machine_is_named(runs):
+def test_rate_far_below_best_gives_warning(runs):
     runs(2.0)
     best, (line,), _ = runs(1.0, **BUSY)
     assert best == 2.0 and "now reaches 1 TFLOP/s in matmuls (other programs" in line
     assert "50 % of its best measured peak 2 TFLOP/s" in line
 
 
-def test_each_dtype_and_number_of_threads_has_its_own(runs, monkeypatch, tmp_path):
+def test_cache_has_one_rate_per_dtype_and_threads(runs, monkeypatch, tmp_path):
     runs(2.0)
     assert runs(1.0, torch.bfloat16) == (1.0, [], True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
@@ -99,19 +99,19 @@ def test_each_dtype_and_number_of_threads_has_its_own(runs, monkeypatch, tmp_pat
 
 
 @pytest.mark.parametrize("damage", [b"", b"[1]", b'{"x"', b'{"x": 3.0, "y": {"flops": -1}}'])
-def test_a_damaged_cache_is_no_obstacle(runs, tmp_path, damage):
+def test_damaged_cache_is_replaced(runs, tmp_path, damage):
     (tmp_path / "new").mkdir()
     (tmp_path / "new/peak_flops.json").write_bytes(damage)
     assert runs(5.0) == (5.0, [], True)
     assert runs(5.0) == (5.0, [], False)
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(runs, monkeypatch):
+def test_unwritable_cache_is_ignored(runs, monkeypatch):
     monkeypatch.setenv("NDTRAIN_CACHE", "/proc/no-such-folder")
     assert runs(5.0) == runs(5.0) == (5.0, [], True)
 
 
-def test_real_measurements_end_in_time_and_agree():
+def test_measure_ends_in_time_and_agrees_with_itself():
     began = time.process_time()  # of this process alone: whatever else the machine does
     whole = measured_peak.measure("cpu", torch.float32)
     assert whole.flops > 1e9 and time.process_time() - began < 3 * measured_peak.WHOLE_S
@@ -119,7 +119,7 @@ def test_real_measurements_end_in_time_and_agree():
     assert brief.size == whole.size and whole.flops / 4 < brief.flops < whole.flops * 4
 
 
-def test_one_fast_product_is_not_a_rate(monkeypatch):
+def test_measure_ignores_one_fast_outlier(monkeypatch):
     """A clock that jumps once does not set the peak for good."""
     times = iter([0.0, *[t for i in range(60) for t in (i * 1.0, i * 1.0 + (0.001 if i == 5 else 0.5))]])
     monkeypatch.setattr(measured_peak.time, "perf_counter", lambda: next(times))

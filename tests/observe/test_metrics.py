@@ -74,7 +74,7 @@ def test_row_has_exactly_the_documented_keys_and_figures(tmp_path):
     assert (row["step"], row["tokens"], row["loss"]) == (1, 2048, 7.75)
 
 
-def test_extra_numbers_follow_the_others(tmp_path):
+def test_extra_numbers_follow_documented_keys(tmp_path):
     metrics = make(tmp_path)
     log(metrics, 1, skipped=torch.tensor(1.0))
     metrics.close()
@@ -82,7 +82,7 @@ def test_extra_numbers_follow_the_others(tmp_path):
     assert list(row) == [*KEYS, "skipped"] and row["skipped"] == 1
 
 
-def test_each_row_is_in_the_file_at_once(tmp_path):
+def test_row_is_written_to_file_at_once(tmp_path):
     metrics = make(tmp_path)
     log(metrics, 1)
     assert len(rows(tmp_path)) == 1
@@ -91,7 +91,7 @@ def test_each_row_is_in_the_file_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_json_lacks_are_null(tmp_path, value, capsys):
+def test_nan_and_inf_are_written_as_null(tmp_path, value, capsys):
     metrics = make(tmp_path)
     log(metrics, 1, loss=value, grad_norm=value)
     metrics.close()
@@ -129,8 +129,8 @@ def test_torn_lines_are_dropped_on_resume(tmp_path):
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
-def test_rows_whose_step_is_no_whole_number_are_dropped(tmp_path):
-    """Somebody edited the file: such a row is none, whatever it holds."""
+def test_rows_without_integer_step_are_dropped(tmp_path):
+    """Somebody edited the file: a row without an integer step does not count, whatever else it has."""
     path = tmp_path / "metrics.jsonl"
     strange = [b'{"step": "x"}', b'{"step": 1e999}', b'{"step": null}', b'{"step": [1]}', b"[" * 100_000]
     path.write_bytes(b'{"step": 1}\n' + b"\n".join(strange) + b'\n{"step": 2}\n')
@@ -231,7 +231,7 @@ def wandb_exit_codes(folder: Path) -> list[int]:
     return [r.exit.exit_code for r in wandb_records(folder) if r.WhichOneof("record_type") == "exit"]
 
 
-def test_wandb_offline_reads_back_across_a_resume(tmp_path, wandb, capfd):
+def test_wandb_offline_history_continues_after_resume(tmp_path, wandb, capfd):
     first = make(tmp_path, logger="wandb")
     for step in (1, 2, 3):
         log(first, step)
@@ -282,7 +282,7 @@ def test_wandb_falls_back_to_offline_when_the_server_is_dead(tmp_path, wandb, mo
     assert output.err == "" and output.out.count("warning: wandb logs offline") == output.out.count("warning") == 1
 
 
-def test_wandb_disabled_by_the_user_writes_nothing(tmp_path, wandb, monkeypatch):
+def test_wandb_mode_disabled_writes_nothing(tmp_path, wandb, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     metrics = make(tmp_path, logger="wandb")
     log(metrics, 1)
@@ -347,7 +347,7 @@ def shown_row(step: int, **changes) -> dict:
     return {"step": step, **row, **changes}
 
 
-def test_plain_lines():
+def test_console_prints_plain_lines_to_file():
     stream = io.StringIO()
     console = Console(300, 10, stream)
     for step in range(1, 21):
@@ -363,7 +363,7 @@ def test_plain_lines():
     ]
 
 
-def test_the_loss_is_the_mean_since_the_line_before():
+def test_console_loss_is_mean_since_previous_line():
     stream = io.StringIO()
     console = Console(5, 2, stream)
     for step, loss in enumerate((8.0, 7.0, 6.0, math.nan, 4.0), start=1):
@@ -373,7 +373,7 @@ def test_the_loss_is_the_mean_since_the_line_before():
     ]  # fmt: skip
 
 
-def test_the_bar_shows_the_mean_over_as_many_steps_as_a_line(monkeypatch):
+def test_bar_shows_mean_loss_over_log_every_steps(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
@@ -386,7 +386,7 @@ def test_the_bar_shows_the_mean_over_as_many_steps_as_a_line(monkeypatch):
     assert all("loss 6.5000" in line for line in frames) and frames
 
 
-def test_the_mean_is_printed_and_each_steps_loss_is_kept(tmp_path, capsys):
+def test_console_prints_mean_and_file_keeps_each_loss(tmp_path, capsys):
     metrics = make(tmp_path, log_every=2, steps=2)
     log(metrics, 1)
     log(metrics, 2)
@@ -408,7 +408,7 @@ def test_plain_lines_on_a_narrow_terminal_fit(monkeypatch):
         assert len(line) <= columns and line.startswith("step 9/300") and line.endswith(last), line
 
 
-def test_rates_leave_out_the_first_step():
+def test_console_rates_ignore_first_step():
     stream = io.StringIO()
     console = Console(3, 1, stream)
     console.update(shown_row(1, tokens_per_s=1.0, mfu=0.0, step_time_s=1000.0))
@@ -425,7 +425,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_bar_on_a_terminal(monkeypatch):
+def test_bar_is_drawn_on_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "90")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -482,7 +482,7 @@ def test_dumb_terminal_gets_plain_lines(monkeypatch):
     assert stream.getvalue() == "step 1/1  loss 6.1234  grad_norm 1.23  lr 3.0e-03\n"
 
 
-def test_console_ends_where_the_run_stops(tmp_path, capsys):
+def test_console_prints_last_line_at_stop_at(tmp_path, capsys):
     metrics = make(tmp_path, steps=300, stop_at=5, log_every=100)
     for step in range(1, 6):
         log(metrics, step)
@@ -503,7 +503,7 @@ def test_a_stream_that_fails_does_not_stop_the_training():
     ("seconds", "text"),
     [(0.4, "0s"), (59.6, "1m00s"), (92, "1m32s"), (3 * 3600 + 301, "3h05m"), (2 * 86400 + 4 * 3600, "2d04h")],
 )
-def test_duration(seconds, text):
+def test_duration_is_formatted_from_seconds_to_days(seconds, text):
     assert duration(seconds) == text
 
 
@@ -528,7 +528,7 @@ def test_configured_peak_wins():
         ("Tesla V100-SXM2-16GB", 125, 15.7),
     ],
 )
-def test_known_gpus(name, bf16, fp32):
+def test_listed_peak_of_known_gpus(name, bf16, fp32):
     assert peak._listed(name, torch.bfloat16) == bf16 * 1e12
     assert peak._listed(name, torch.float32) == fp32 * 1e12
 
@@ -543,7 +543,7 @@ def test_unknown_gpus_are_measured(name, monkeypatch, tmp_path):
     assert peak_flops(HardwareConfig(), "cuda", torch.bfloat16) == 7
 
 
-def test_fp32_on_a_gpu_counts_tf32_only_where_it_is_allowed(monkeypatch):
+def test_fp32_peak_is_tf32_only_if_allowed(monkeypatch):
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert peak._listed("NVIDIA H100 80GB HBM3", torch.float32) == 494e12
     assert peak._listed("NVIDIA H100 80GB HBM3", torch.float64) is None
@@ -573,7 +573,7 @@ def _check_peak_memory() -> bool:
 
 
 @pytest.mark.parametrize("given", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_grow_unless_the_user_says_otherwise(given, monkeypatch):
+def test_expandable_segments_are_default_on_gpu(given, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     if given:

@@ -92,7 +92,7 @@ def table_of_a_step(overrides: list[str], steps: int = 2) -> Table:
         ("Memcpy HtoD (Pinned -> Device)", "cuda", "copies"),
     ],
 )
-def test_kind(name, device, kind):
+def test_kind_of_classifies_operators(name, device, kind):
     assert kind_of(name, device) == kind
 
 
@@ -114,7 +114,7 @@ def test_every_operator_of_a_step_has_a_kind():
     assert json.loads(json.dumps(table.as_dict()))["kinds"]["matmul"]["ms"] == table.kinds["matmul"].ms
 
 
-def test_what_is_outside_operators_is_python():
+def test_time_outside_operators_counts_as_python():
     x, slept = torch.randn(256, 256), {"python": [], "waiting": []}
 
     def sleep(kind: str, seconds: float) -> None:
@@ -136,7 +136,7 @@ def test_what_is_outside_operators_is_python():
     assert RECORDER.mark is None, "waits would be annotated for ever"
 
 
-def test_gpu_time_belongs_to_one_kernel_at_a_time():
+def test_tally_charges_gpu_time_to_one_kernel():
     """A collective gets its exposed time, the first of two concurrent kernels theirs, and the host the idle time."""
     span = lambda a, b: SimpleNamespace(start=a, end=b, elapsed_us=lambda: b - a)
     event = lambda name, a, b, gpu=True, note=False: SimpleNamespace(
@@ -168,7 +168,7 @@ def test_gpu_time_belongs_to_one_kernel_at_a_time():
 
 @FULL
 @pytest.mark.parametrize("mesh", ["mesh.fsdp=2", "mesh.tp=2", "mesh.pp=2"])
-def test_waits_are_communication(mesh):
+def test_waits_for_collectives_count_as_communication(mesh):
     for table in run_ranks(table_of_a_step, 2, [mesh]):
         assert table.kinds["communication"].ms > 0 and table.communication_ms > 0
         assert any(name.startswith("wait for ") and mesh[5:7] in name for name in table.operators)
@@ -178,7 +178,7 @@ def test_waits_are_communication(mesh):
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_the_peak_of_memory():
+def test_peak_bytes_finds_peak_of_recorded_memory():
     with recording(CPU, profile_memory=True) as recorded:
         gone = torch.empty(300)
         kept = torch.ones(1000)
@@ -213,7 +213,7 @@ def steps_in(folder: Path, rank: int = 0) -> set[str]:
     return {s["name"] for s in steps if any(e["name"] == "aten::mm" and of(e, s) for e in events)}
 
 
-def test_a_profiled_run(tmp_path, corpus, capsys):
+def test_profiled_run_writes_files_and_trains_as_without(tmp_path, corpus, capsys):
     """Both files and the log have only the steps of the window. Profiling does not change the training."""
     args = partial(arguments, corpus=corpus)
     assert main([*args(tmp_path / "run"), "train.stop_at=4", "train.profile=2-3"]) == 0
@@ -233,7 +233,7 @@ def test_a_profiled_run(tmp_path, corpus, capsys):
 
 
 @FULL
-def test_a_window_that_ends_early(tmp_path, corpus, capsys):
+def test_profile_window_cut_short_writes_recorded_steps(tmp_path, corpus, capsys):
     """A run that is stopped within the window writes the recorded steps. A run that resumes after it prints a
     warning."""
     args = arguments(tmp_path / "run", corpus, "train.profile=1-3")
@@ -255,7 +255,7 @@ def test_a_window_that_ends_early(tmp_path, corpus, capsys):
     )
 
 
-def test_a_profile_that_cannot_be_written(tmp_path, corpus, capsys):
+def test_profile_that_cannot_be_written_gives_warning(tmp_path, corpus, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").write_text("in the way")
     assert main(arguments(tmp_path / "run", corpus, "train.profile=1", "train.stop_at=2")) == 0
@@ -282,13 +282,13 @@ def test_a_profile_that_cannot_be_written(tmp_path, corpus, capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_steps(args, expected, tmp_path, corpus, capsys):
+def test_bad_profile_steps_are_refused(args, expected, tmp_path, corpus, capsys):
     assert refusal(capsys, arguments(tmp_path / "run", corpus, *args)) == expected
     assert not (tmp_path / "run").exists()
 
 
 @FULL
-def test_every_rank_is_profiled(tmp_path, corpus):
+def test_every_rank_writes_its_profile(tmp_path, corpus):
     args = arguments(tmp_path / "run", corpus, "mesh.fsdp=2", "train.stop_at=3", "train.profile=2")
     assert run_ranks(rank_main, 2, args) == [0, 0]
     for rank in range(2):

@@ -14,7 +14,7 @@ from ndtrain.parallel.build import build_stages
 from tests.lib.parity import FP64, SHAPE, make_batches, train
 
 
-def test_learning_rates():
+def test_learning_rate_follows_each_schedule():
     rate = lambda step, **cfg: learning_rate(OptimConfig(lr=1.0, min_lr=0.1, **cfg), step, 100)
     assert [rate(s, schedule="constant", warmup=4) for s in (1, 2, 4, 5, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
     assert rate(55, schedule="linear", warmup=10) == pytest.approx(0.55)
@@ -56,7 +56,7 @@ def group(name: str, ndim: int, o: OptimConfig, mults: bool) -> dict[str, float]
         *(pytest.param(mesh, "0.5", True, marks=pytest.mark.full) for mesh in OTHER_MESHES),
     ],
 )
-def test_three_steps_equal_a_plain_loop(mesh, clip, mults):
+def test_three_steps_equal_plain_pytorch_loop(mesh, clip, mults):
     """Weights after three steps of the plain model with autograd, clip_grad_norm_ and AdamW with its groups."""
     overrides = [*SHAPE, *FP64, "train.global_batch=8", "train.micro_batch=2", f"optim.clip={clip}"]
     overrides += MULTS if mults else []
@@ -95,7 +95,7 @@ class Descent(PerTensorOptimizer):
         tensor.weight.sub_(lr * tensor.grad)
 
 
-def test_an_optimizer_of_one_tensor_gets_its_own_learning_rate():
+def test_optimizer_step_uses_lr_mult_of_tensor():
     weights = [torch.zeros(2), torch.zeros(2)]
     tensors = [OptimTensor(w, torch.ones(2), {}, 0.0, lr_mult=m) for w, m in zip(weights, (1.0, 4.0), strict=True)]
     Descent(OptimConfig()).step(tensors, Update(1, torch.zeros(()), 0.25, torch.zeros(()), None))

@@ -31,7 +31,7 @@ def bits_of(name: str, step: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return halves(draw(torch.arange(n, dtype=torch.int32), *keys(name, step)))
 
 
-def test_rounding_is_to_a_neighbour_and_unbiased():
+def test_round_to_bf16_is_unbiased_between_neighbours():
     n = 1 << 16
     bits = bits_of("w", 1, n)
     for value in (1.0009765625, -3.14159, 2e-20, 1.99999, 1.0):
@@ -47,7 +47,7 @@ def test_rounding_is_to_a_neighbour_and_unbiased():
             assert abs(got.double().mean().item() - exact) <= 5 * spread / n**0.5, value
 
 
-def test_draws_do_not_repeat():
+def test_random_bits_are_uniform_and_uncorrelated():
     """The random bits of two steps, two tensors, two moments and neighbouring elements are uncorrelated."""
     n = 1 << 16
     upper, lower = bits_of("a", 1, n)
@@ -60,7 +60,7 @@ def test_draws_do_not_repeat():
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_an_element_knows_its_place(tp):
+def test_element_index_gives_position_in_whole_tensor(tp):
     cfg = resolve(load_config([*MODEL, f"mesh.tp={tp}"]), tp)
     for rank in range(tp):
         layouts = Distribution.of(cfg).layouts(rank)
@@ -114,7 +114,7 @@ def one_process() -> Run:
 
 
 @pytest.mark.parametrize("mesh", [n if n == "tp2-pp1" else pytest.param(n, marks=pytest.mark.full) for n in MESHES])
-def test_any_mesh_rounds_to_the_same_bits(mesh, one_process):
+def test_bf16_moments_are_bitwise_equal_on_any_mesh(mesh, one_process):
     sharded = assemble(run_ranks(rank_updates, 2, MESHES[mesh]))
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         dtype = torch.float32 if kind == "weight" else torch.bfloat16
@@ -147,7 +147,7 @@ def losses(*overrides: str, steps: int = 50) -> tuple[list[float], TrainingStep]
 
 
 @pytest.mark.full
-def test_training_with_bf16_moments_stays_near_fp32():
+def test_bf16_moments_train_near_fp32():
     wide, reference = losses()
     narrow, step = losses(BF16)
     assert wide[-1] < 0.2 * wide[0], "nothing was learnt"
@@ -159,7 +159,7 @@ def test_training_with_bf16_moments_stays_near_fp32():
 
 
 @pytest.mark.parametrize("overrides", [OFFLOADED[0], *(pytest.param(o, marks=pytest.mark.full) for o in OFFLOADED[1:])])
-def test_offloaded_state_changes_no_bit(overrides):
+def test_offload_is_bitwise_equal(overrides):
     common = [*MODEL, "train.global_batch=8", "train.micro_batch=2", *overrides]
     offloaded, expected = train(2, [*common, OFFLOAD]), train(2, common)
     assert offloaded.losses == expected.losses and offloaded.norms == expected.norms
@@ -190,7 +190,7 @@ def save_or_resume(overrides: list[str], source: Path | None, folder: Path) -> N
 
 
 @pytest.mark.full
-def test_bf16_moments_go_from_mesh_to_mesh(tmp_path):
+def test_bf16_moments_resume_on_another_mesh(tmp_path):
     first, again, wide, back = (tmp_path / name / "step-00000002" for name in ("first", "again", "wide", "back"))
     run_ranks(save_or_resume, 2, ["mesh.fsdp=2", BF16], None, first.parent)
     run_ranks(save_or_resume, 2, ["mesh.tp=2", OFFLOAD, BF16, "checkpoint.async_save=true"], first, again.parent)
@@ -212,7 +212,7 @@ def test_bf16_moments_go_from_mesh_to_mesh(tmp_path):
         ([BF16, "precision.params=fp64"], "optim.state_dtype=bf16 needs precision.params=fp32"),
     ],
 )
-def test_refusals(overrides, words):
+def test_unsupported_state_dtype_or_offload_is_refused(overrides, words):
     with pytest.raises(ConfigError, match=words) as error:
         resolve(load_config(overrides), 1)
     assert "\n" not in str(error.value)

@@ -121,7 +121,7 @@ SIZES = [([3, 50, 1009, 1024], [CONTIGUOUS, ROWS, BEYOND]), ([0, 900, 1800, 33_3
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns where a square overflows
 @pytest.mark.parametrize("at", range(len(SIZES)))
-def test_operations_one_by_one(at, monkeypatch):
+def test_eager_update_equals_numpy_bitwise(at, monkeypatch):
     monkeypatch.setitem(rounded_adamw._CHUNK, "cpu", 500)  # chunks within a row, and at their bounds
     slices = slices_of(*SIZES[at])
     same(train(slices, ODD), expected(slices, ODD))
@@ -129,7 +129,7 @@ def test_operations_one_by_one(at, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_compiled(device, compiled):
+def test_compiled_update_equals_numpy_bitwise_without_recompile(device, compiled):
     """One kernel for all tensors; other sizes compile nothing new."""
     counted = torch._dynamo.utils.counters["stats"]
     before = counted["unique_graphs"]
@@ -145,7 +145,7 @@ def test_compiled(device, compiled):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("maps", [[CONTIGUOUS], [ROWS], [BEYOND, CONTIGUOUS], [ROWS] * 3 + [CONTIGUOUS] * 16])
-def test_compiled_of_any_shape(maps, scaled, compiled):
+def test_compiled_update_of_any_shape_equals_numpy(maps, scaled, compiled):
     """Vector lengths and their neighbours, one element, and what is infinite or no number."""
     special = torch.cat([ODD, torch.tensor([torch.inf, -torch.inf, torch.nan])])
     for n in (1, 2, 15, 16, 17, 31, 32, 33, 255, 4096, 10_007):
@@ -156,8 +156,8 @@ def test_compiled_of_any_shape(maps, scaled, compiled):
 
 
 @pytest.mark.full
-def test_one_kernel(compiled):
-    """Of all that the update reads and writes; counted in the code that the compiler generates."""
+def test_compiled_update_is_one_kernel(compiled):
+    """The compiler generates one kernel for everything that the update reads and writes."""
     from torch._inductor import config, metrics
 
     slices = slices_of([0, 5000, 9000, 20_000], [CONTIGUOUS, CONTIGUOUS, CONTIGUOUS])
@@ -167,8 +167,8 @@ def test_one_kernel(compiled):
     assert metrics.generated_kernel_count == 1
 
 
-def test_at_most_two_calls_a_unit(compiled, monkeypatch):
-    """Each unit's matrices are one call of the compiled function, and its vectors."""
+def test_update_calls_are_at_most_two_per_unit(compiled, monkeypatch):
+    """The compiled function is called once for the matrices of a unit, and once for its vectors."""
     cfg = resolve(load_config([*MODEL, "optim.state_dtype=bf16", "train.micro_batch=1"]), 1)
     mesh = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu"))
     stages = build_stages(cfg, mesh)

@@ -1,4 +1,4 @@
-"""train.compile=auto: on where it pays, the same on every rank, with a line that says why not."""
+"""train.compile=auto: on if it pays, the same on every rank, with a line that explains why it is off."""
 
 import os
 from unittest import mock
@@ -23,7 +23,7 @@ def choice(*overrides: str, trains: bool = True) -> tuple[bool, str]:
     return choose_compile(cfg.train, cfg.model, mesh, trains)
 
 
-def test_the_users_word_decides():
+def test_explicit_compile_setting_wins():
     assert choice("recipe=llama_debug", "train.compile=true") == (True, "")
     assert choice(*LONG, "train.compile=false") == (False, "")
     with pytest.raises(ConfigError, match="no such choice; known: auto, true, false"):
@@ -31,12 +31,12 @@ def test_the_users_word_decides():
 
 
 @pytest.mark.parametrize("recipe", ["llama_debug", "llama_small"])
-def test_short_runs_on_a_cpu_are_not_compiled(recipe):
+def test_short_cpu_run_is_not_compiled(recipe):
     on, line = choice(f"recipe={recipe}")
     assert not on and line.startswith("train.compile=auto: off: ") and "too few to pay for compilation" in line
 
 
-def test_long_runs_on_a_cpu_are_if_there_is_a_compiler():
+def test_long_cpu_run_is_compiled_if_compiler_exists():
     with mock.patch.object(compile_choice.shutil, "which", lambda name: name):
         assert choice(*LONG) == (True, "train.compile=auto: on: a long run")
         assert choice(*LONG, trains=False) == (False, "train.compile=auto: off: no training")
@@ -44,7 +44,7 @@ def test_long_runs_on_a_cpu_are_if_there_is_a_compiler():
         assert choice(*LONG) == (False, "train.compile=auto: off: no C++ compiler on this machine")
 
 
-def test_what_a_long_run_is():
+def test_compile_threshold_is_long_run_flops():
     cfg = resolve(load_config(["recipe=llama_debug", "train.steps=1000"]), 1)
     steps = int(1000 * LONG_RUN / rank_flops(cfg.train, cfg.model, MeshSpec.of(cfg.mesh))) + 1
     with mock.patch.object(compile_choice.shutil, "which", lambda name: name):
@@ -56,7 +56,7 @@ def test_what_a_long_run_is():
 @pytest.mark.parametrize(
     ("installed", "capability", "on"), [(True, (9, 0), True), (True, (6, 1), False), (False, (9, 0), False)]
 )
-def test_a_gpu_with_triton(installed, capability, on):
+def test_gpu_run_is_compiled_if_triton_supports_it(installed, capability, on):
     cfg = resolve(load_config(["recipe=llama_debug"]), 1)
     with (
         mock.patch.object(compile_choice.importlib.util, "find_spec", lambda name: object() if installed else None),
@@ -70,6 +70,6 @@ def one_rank_without() -> tuple[bool, str]:
     return choice(*LONG, "mesh.dp=2")
 
 
-def test_ranks_agree():
+def test_ranks_agree_not_to_compile_if_one_cannot():
     """One that lacks a compiler keeps all from compiling."""
     assert run_ranks(one_rank_without, 2) == [(False, "train.compile=auto: off: no C++ compiler on some rank")] * 2

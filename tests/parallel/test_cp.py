@@ -58,19 +58,19 @@ RINGS = [
 
 
 @pytest.mark.parametrize(("ring", "balance"), RINGS)
-def test_ring(ring, balance):
+def test_ring_attention_equals_masked_softmax(ring, balance):
     names = VARIANTS if balance != "none" else ["plain", "everything"]
     check([(sharding_of(ring, 1, balance), (4, 2), name) for name in names], 1e-10, 1e-9)
 
 
 @pytest.mark.parametrize("ulysses", [2, pytest.param(4, marks=FULL)])
-def test_ulysses(ulysses):
+def test_ulysses_attention_equals_masked_softmax(ulysses):
     # 1: fewer key/value heads than ranks, so their gradients are summed over the ranks that hold a replica
     check([(sharding_of(1, ulysses), heads, n) for heads in ((4, 4), (4, 1), (8, 2)) for n in VARIANTS], 1e-10, 1e-9)
 
 
 @pytest.mark.parametrize("balance", ["zigzag", pytest.param("striped", marks=FULL)])
-def test_ring_of_ulysses_groups(balance):
+def test_ring_of_ulysses_groups_equals_masked_softmax(balance):
     check([(sharding_of(2, 2, balance), heads, n) for heads in ((4, 2), (4, 1)) for n in VARIANTS], 1e-10, 1e-9)
 
 
@@ -79,24 +79,24 @@ def test_ring_of_ulysses_groups(balance):
 @pytest.mark.parametrize(
     "ring, ulysses", [(2, 1), (3, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (4, 2), (2, 4), (3, 2)]
 )
-def test_every_sharding(ring, ulysses, balance):
+def test_every_sharding_equals_masked_softmax(ring, ulysses, balance):
     c = sharding_of(ring, ulysses, balance, 96)
     check([(c, heads, n) for heads in ((8, 8), (8, 4), (8, 1)) for n in VARIANTS], 1e-10, 1e-9)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ring, ulysses", [(2, 1), (1, 2), (2, 2)])
-def test_over_several_blocks(ring, ulysses):
+def test_attention_over_several_blocks_equals_masked_softmax(ring, ulysses):
     check([(sharding_of(ring, ulysses, length=2400), (4, 2), n) for n in VARIANTS], 1e-10, 1e-9, B=1)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_in_low_precision(dtype, bound):
+def test_attention_in_low_precision_is_near_fp64(dtype, bound):
     check([(sharding_of(2), (4, 2), n) for n in VARIANTS], bound, 2 * bound, dtype)
 
 
 @pytest.mark.parametrize("N, K, U", [(6, 2, 4), (12, 6, 4)])
-def test_head_counts_that_the_ranks_do_not_divide_are_refused(N, K, U):
+def test_indivisible_head_counts_are_refused(N, K, U):
     q, k, v, _ = random_qkv(1, 8, N, K, 16)
     core = cp_core(sharding_of(1, U), None, 0, links=SimpleNamespace())
     with pytest.raises(ValueError, match=f"{K} key/value heads"):
@@ -113,6 +113,6 @@ def compiled_and_not() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.full
-def test_compiles_around_the_core():
+def test_compiled_block_with_cp_equals_eager():
     for compiled, eager in run_ranks(compiled_and_not, 2):
         assert torch.equal(compiled, eager)

@@ -60,13 +60,13 @@ SHARDINGS = {
 }
 
 
-def test_flash_by_segments():
+def test_flash_on_shards_equals_masked_softmax():
     check("flash", [(s, name) for s in SHARDINGS.values() for name in FLASH], 1e-10)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kernel, names", [("flash", list(FLASH)), ("flex", VARIANTS)])
-def test_in_fp32(kernel, names):
+def test_gpu_kernels_in_fp32_are_near_masked_softmax(kernel, names):
     check(kernel, [(s, name) for s in SHARDINGS.values() for name in names], 2e-6, torch.float32)
 
 
@@ -74,19 +74,19 @@ def test_in_fp32(kernel, names):
     "sharding", ["zigzag", *(pytest.param(s, marks=pytest.mark.full) for s in list(SHARDINGS)[1:])]
 )
 @pytest.mark.full
-def test_flex(sharding):
+def test_flex_on_shards_equals_masked_softmax(sharding):
     names = ["everything"] if sharding == "zigzag" else VARIANTS
     check("flex", [(SHARDINGS[sharding], name) for name in names], 1e-10)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kernel, names", [("flash", list(FLASH)), ("flex", ["mod", "everything"])])
-def test_ring_of_ulysses_groups(kernel, names):
+def test_ring_of_ulysses_groups_equals_masked_softmax(kernel, names):
     check(kernel, [(sharding_of(2, 2, b), name) for b in ("zigzag", "striped") for name in names], 1e-10)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("balance", ["zigzag", "striped", "none"])
-def test_longer_rings(balance):
+def test_ring_of_four_equals_masked_softmax(balance):
     check("flash", [(sharding_of(4, 1, balance), name) for name in FLASH], 1e-10)
     check("flex", [(sharding_of(4, 1, balance), name) for name in ("packed", "everything")], 1e-10)

@@ -79,7 +79,7 @@ def check_capacity(name: str, ranks: int, capacity: float, *overrides: str) -> l
         pytest.param("qwen2-moe", ("moe.balance=hf",), marks=FULL),
     ],
 )
-def test_a_step_that_does_not_fit_is_run_again(name, more):
+def test_step_beyond_capacity_is_rerun_with_same_result(name, more):
     """With buffers of the mean some expert gets too many rows. Nothing of the first try is left."""
     reruns = check_capacity(name, 2, 1, *TWO, *more)
     assert 1 <= sum(reruns) <= 2 and reruns[0] > 0
@@ -87,7 +87,7 @@ def test_a_step_that_does_not_fit_is_run_again(name, more):
 
 @FULL
 @pytest.mark.parametrize("capacity", [ALL_FITS, 100])
-def test_everything_fits_the_largest_capacity(capacity):
+def test_largest_capacity_needs_no_rerun(capacity):
     run, seen = trained("qwen2-moe", 2, *TWO, f"moe.capacity={capacity}")
     compare(run, trained("qwen2-moe", 2, *TWO)[0], loss=1e-12, state=1e-11)
     assert seen == [(0, ALL_FITS)] * 3
@@ -96,14 +96,14 @@ def test_everything_fits_the_largest_capacity(capacity):
 @FULL
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("parts", [(), ("moe.overlap=true",)])
-def test_beside_other_axes(zero, parts):
+def test_capacity_with_all_axes_has_same_result(zero, parts):
     mesh = ("mesh.dp=2", "mesh.fsdp=2", "mesh.cp=2", "mesh.ep=4", f"mesh.zero={zero}", "train.micro_batch=1")
     assert sum(check_capacity("qwen2-moe", 8, 1, *mesh, *parts))
 
 
 @FULL
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(schedule):
+def test_capacity_with_schedules_has_same_result(schedule):
     layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
     mesh = ("mesh.pp=2", "mesh.fsdp=2", "mesh.ep=2", "train.micro_batch=1")
     assert sum(check_capacity("qwen2-moe", 4, 1, layers, f"schedule={schedule}", *mesh))
@@ -182,7 +182,7 @@ def exchanged(seed: int) -> tuple[bool, bool, bool]:
     return factor >= experts / choices, all(fitted), all(same)
 
 
-def test_a_random_exchange_gives_the_same_or_says_that_rows_did_not_fit():
+def test_random_exchange_is_same_or_reports_overflow():
     patched = {"all_to_all_rows": all_to_all_of_threads}
     with mock.patch.multiple(ep, **patched), mock.patch.multiple(ep_capacity, **patched):
         seen = [exchanged(seed) for seed in range(60)]
@@ -250,7 +250,7 @@ def waits_of_a_step(several: list[list[str]]) -> list[Counter[str]]:
 
 
 @pytest.mark.full
-def test_no_layer_waits():
+def test_capacity_waits_once_per_step():
     """Without a capacity each layer of a microbatch waits for its counts (their copy to the host, whose list is then
     read). With one the step waits once."""
     fits = "moe.capacity=3.9"  # below the largest, with which the flag is not even read
@@ -278,7 +278,7 @@ def evaluated(several: list[list[str]]) -> list[float]:
 
 
 @pytest.mark.full
-def test_an_evaluation_drops_nothing():
+def test_evaluation_with_capacity_drops_no_rows():
     for before, loss, with_capacity, loss_with_capacity in run_ranks(
         evaluated, 2, [[], ["moe.capacity=1"]], timeout=600
     ):
@@ -289,7 +289,7 @@ def test_an_evaluation_drops_nothing():
 # --------------------------------------------------------------------------------------------------------- the program
 
 
-def test_a_run_counts_its_reruns(tmp_path):
+def test_run_logs_its_reruns(tmp_path):
     """In metrics.jsonl, and in one line for each step that was run again."""
     corpus, found = write_corpus(tmp_path / "corpus.txt"), {}
     for name, more in {"with": ["moe.capacity=1"], "without": []}.items():
@@ -316,7 +316,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_capacity_is_refused(name):
     overrides, world, said = REFUSED[name]
     line = config_refusal(["recipe=moe_debug", *overrides], world)
     assert all(words in line for words in said), line

@@ -64,21 +64,21 @@ TWO = ("mesh.dp=2", "mesh.ep=2", "train.micro_batch=2")
         pytest.param("qwen2-moe", 2, ("precision.params=fp32", "precision.compute=bf16"), marks=FULL),
     ],
 )
-def test_bits(name, parts, more):
+def test_overlap_is_bitwise_equal(name, parts, more):
     check_bits(name, 2, *TWO, *more, parts=parts)
 
 
 @FULL
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_bits_beside_other_axes(recompute, zero):
+def test_overlap_with_all_axes_is_bitwise_equal(recompute, zero):
     mesh = ("mesh.dp=2", "mesh.fsdp=2", "mesh.cp=2", "mesh.ep=4", f"mesh.zero={zero}")
     check_bits("qwen2-moe", 8, *mesh, "train.micro_batch=1", f"recompute={recompute}")
 
 
 @pytest.mark.parametrize("schedule", [pytest.param(s, marks=[FULL] * (s != "zb_h1")) for s in SCHEDULES])
 @pytest.mark.full
-def test_bits_of_schedules(schedule):
+def test_overlap_with_schedules_is_bitwise_equal(schedule):
     """The backward of weights may be an action of its own."""
     layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
     mesh = ("mesh.pp=2", "mesh.fsdp=2", "mesh.ep=2", "train.micro_batch=1")
@@ -91,8 +91,8 @@ def test_bits_of_schedules(schedule):
 @FULL
 @pytest.mark.parametrize("recompute", ["full", "none"])
 @pytest.mark.parametrize("parts", [2, 4])
-def test_what_is_sent(parts, recompute):
-    """The rows of before in more messages, none of them again for a recompute."""
+def test_overlap_sends_same_bytes_in_more_messages(parts, recompute):
+    """The same rows are sent in more messages, and none again for a recompute."""
     overrides = [*MODEL, *MODELS["mixtral"], EIGHT, "mesh.dp=2", "mesh.ep=2", "train.micro_batch=1"]
     more = [f"recompute={recompute}", OVERLAP, f"moe.parts={parts}"]
     record = dry_run(resolve(load_config([*overrides, *more]), 2), 1, "cpu")
@@ -113,11 +113,11 @@ def test_what_is_sent(parts, recompute):
     ],
 )  # fmt: skip
 @pytest.mark.full
-def test_no_program_deadlocks(world, overrides):
+def test_overlap_programs_do_not_deadlock(world, overrides):
     check(program([*EXPERTS, *overrides, OVERLAP], world))
 
 
-def test_a_part_is_multiplied_while_others_travel():
+def test_experts_of_one_part_run_while_others_travel():
     """In the forward and in the backward of each layer: when a part's experts begin, everything that was launched
     before and is not waited for yet is under way."""
     overrides = [*EXPERTS, "mesh.dp=2", "mesh.ep=2", "train.global_batch=4", OVERLAP, "moe.parts=2"]
@@ -166,7 +166,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_overlap_is_refused(name):
     overrides, world, said = REFUSED[name]
     line = config_refusal(["recipe=moe_debug", *overrides], world)
     assert all(words in line for words in said), line

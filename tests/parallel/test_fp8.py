@@ -40,7 +40,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("largest", [1.0, 0.875, 0.8790, 448.0, 57344.0, 3e38, 1e-32])
-def test_a_cast_uses_the_range_and_no_more(dtype, largest):
+def test_cast_uses_full_range_without_overflow(dtype, largest):
     x = (drawn(64, 64).float().clamp(-1, 1) * largest).bfloat16()
     x[0, 0] = largest
     got = cast(x, dtype)
@@ -52,7 +52,7 @@ def test_a_cast_uses_the_range_and_no_more(dtype, largest):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_a_part_is_cast_to_the_same_numbers(dtype):
+def test_cast_of_part_equals_part_of_cast(dtype):
     """A rank that holds a part of a tensor casts it as a rank that holds all of it."""
     x = drawn(64, 64)
     x[0, 0] = 300.0  # without it the rest would get another scale
@@ -63,7 +63,7 @@ def test_a_part_is_cast_to_the_same_numbers(dtype):
     assert near.float().mean() > 0.9 and torch.equal(here[near], there[near])
 
 
-def test_zeros_and_what_is_not_finite():
+def test_multiply_gives_zero_for_zeros_and_nan_for_non_finite():
     assert not multiply(cast(torch.zeros(16, 16), E4M3), cast(drawn(16, 16), E4M3), torch.float32).any()
     for bad in (float("inf"), -float("inf"), float("nan")):
         x = drawn(16, 16)
@@ -96,11 +96,11 @@ def close(actual: list[torch.Tensor], expected: list[torch.Tensor], bound: float
         assert (got.double() - want.double()).norm() <= bound * want.double().norm()
 
 
-def test_products_are_near_those_of_bf16():
+def test_fp8_products_are_near_bf16():
     close(products_of(Fp8Matmul()), products_of(MatmulImpl()), 0.08)
 
 
-def test_the_device_multiplies_as_the_emulation():
+def test_native_cpu_fp8_equals_emulation():
     """PyTorch's own fp8 matmul on CPU: too slow to train with, but called as the GPU's is."""
     with mock.patch.object(fp8, "multiplies_fp8", lambda device: True):
         try:
@@ -111,8 +111,8 @@ def test_the_device_multiplies_as_the_emulation():
 
 
 @pytest.mark.full
-def test_compiled_products_are_those_made_outside():
-    """Bit for bit, if the compiler rounds fused ops as separate ones."""
+def test_compiled_fp8_products_are_bitwise_equal():
+    """This holds if the compiler rounds fused ops like separate ones."""
     x, w, v = drawn(48, 32), drawn(64, 32, seed=1), drawn(16, 32, seed=2)
     dys = [drawn(48, n, seed=n) * scale for n, scale in ((64, 1e-4), (16, 1.0))]
 
@@ -137,7 +137,7 @@ def test_compiled_products_are_those_made_outside():
 
 
 @pytest.mark.gpu
-def test_a_gpu_multiplies_as_the_emulation():
+def test_gpu_fp8_is_near_emulation():
     if not multiplies_fp8("cuda"):
         pytest.skip("a GPU without fp8 matmuls")
     on_gpu = [x.cpu() for x in products_of(Fp8Matmul(), "cuda")]
@@ -152,7 +152,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.full
-def test_gradients_point_where_those_of_bf16_do():
+def test_fp8_gradients_point_like_bf16():
     run = [*MODEL, "train.steps=1"]
     narrow, wide = (train(1, [*run, f"precision.compute={p}"]) for p in ("fp8", "bf16"))
     for name, want in wide.tensors["gradient"].items():
@@ -161,7 +161,7 @@ def test_gradients_point_where_those_of_bf16_do():
 
 
 @pytest.mark.full
-def test_compiled_blocks_have_the_same_gradients(one_process):
+def test_compiled_fp8_blocks_have_same_gradients(one_process):
     trained = train(1, [*MODEL, "train.steps=1", "precision.compute=fp8", "train.compile=true"])
     for name, want in one_process.tensors["gradient"].items():
         assert cosine(trained.tensors["gradient"][name], want) > 0.99, name
@@ -183,8 +183,8 @@ def one_process():
 
 
 @pytest.mark.parametrize("mesh", [m if m == "dp2" else pytest.param(m, marks=pytest.mark.full) for m in MESHES])
-def test_gradients_over_a_mesh(mesh, one_process):
-    """Where the bf16 sums are equal, the fp8 matmuls are too. Elsewhere they differ by the rounding of fp8."""
+def test_fp8_gradients_on_mesh_are_near_one_process(mesh, one_process):
+    """If the bf16 sums are equal, the fp8 matmuls are too. Otherwise they differ by the rounding of fp8."""
     overrides, bound = MESHES[mesh]
     trained = train(2, [*MODEL, "train.steps=1", "precision.compute=fp8", *overrides])
     for name, want in one_process.tensors["gradient"].items():
@@ -228,7 +228,7 @@ def losses(precision: str, steps: int) -> np.ndarray:
 
 
 @pytest.mark.full
-def test_the_loss_falls_as_in_bf16():
+def test_fp8_loss_falls_as_in_bf16():
     narrow, wide = losses("fp8", 60), losses("bf16", 60)
     # with AVX2 alone bf16 is computed otherwise, and means of ten steps differ by 2.1 %
     together = 20 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 10
@@ -257,11 +257,11 @@ def weights_in_fp8(overrides: list[str]) -> set[tuple[int, ...]]:
     return shapes
 
 
-def test_the_shared_expert_is_multiplied_in_fp8_but_not_its_gate_nor_routed_experts():
+def test_fp8_covers_shared_expert_but_not_gate_or_routed():
     assert run_ranks(weights_in_fp8, 1, []) == [{(96, 64), (32, 64), (64, 64), (64, 32)}]
 
 
-def test_a_shared_expert_of_another_size_is_refused():
+def test_fp8_refuses_shared_expert_of_indivisible_size():
     cfg = resolve(load_config([*EXPERTS, "model.shared_expert_intermediate_size=40"]), 1)
     with pytest.raises(
         ConfigError, match=r"mlp\.shared_expert\.gate_proj\.weight is \[40, 64\] on a rank, and fp8 needs"
@@ -269,7 +269,7 @@ def test_a_shared_expert_of_another_size_is_refused():
         build_stages(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")))
 
 
-def test_a_model_without_dense_layers_needs_no_size_of_them():
+def test_fp8_ignores_dense_size_without_dense_layers():
     resolve(load_config([*EXPERTS, "model.intermediate_size=72"]), 1)
 
 
@@ -286,7 +286,7 @@ def test_a_model_without_dense_layers_needs_no_size_of_them():
         (1, ["precision.params=fp64"], "precision.params=fp64 needs precision.compute=fp64 or fp32"),
     ],
 )
-def test_refusals(ranks, overrides, words):
+def test_fp8_refuses_unsupported_settings(ranks, overrides, words):
     with pytest.raises(ConfigError) as error:
         resolve(load_config([*MODEL, "precision.compute=fp8", *overrides]), ranks)
     assert words in str(error.value) and "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Matrices that are neighbours in memory are fused into one matmul, and the gradients lie as that matmul needs them."""
+"""Matrices that are neighbours in memory are fused into one matmul, and gradients have the layout it needs."""
 
 from collections import Counter
 
@@ -19,14 +19,14 @@ from tests.lib.parity import SHAPE, make_batches
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_neighbours_are_joined_without_a_copy(dim):
+def test_cat_joins_neighbours_without_copy(dim):
     whole = torch.arange(24.0).view(4, 6)
     parts = whole.split_with_sizes((1, 3) if dim == 0 else (1, 5), dim)
     assert torch.equal(cat_if_contiguous(parts, dim), whole)
     assert cat_if_contiguous(parts, dim).data_ptr() == cat(parts, dim).data_ptr() == whole.data_ptr()
 
 
-def test_what_does_not_follow_is_copied():
+def test_cat_copies_tensors_that_are_no_neighbours():
     whole = torch.arange(24.0).view(4, 6)
     a, b, c = whole.split(2, 1)
     strange = {
@@ -40,7 +40,7 @@ def test_what_does_not_follow_is_copied():
         assert torch.equal(cat(parts, 1), torch.cat(parts, 1)), why
 
 
-def test_memory_that_happens_to_follow_is_not_joined():
+def test_cat_does_not_join_adjacent_storages():
     """Two allocations of one pool may be neighbours, but they stay two storages."""
     pool = torch.arange(8.0)
     two = [torch.frombuffer(pool.numpy(), dtype=torch.float32, count=4, offset=16 * i).view(1, 4) for i in range(2)]
@@ -53,7 +53,7 @@ def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def test_gradients_of_the_ops_between_matmuls():
+def test_gradients_of_swiglu_norm_and_rope_pass_gradcheck():
     """The gradients come out side by side, as the inputs went in."""
     torch.autograd.gradcheck(swiglu, (leaf(3, 4), leaf(3, 4)))
     torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (leaf(3, 4), leaf(4)))
@@ -74,7 +74,7 @@ def test_gradients_of_the_ops_between_matmuls():
         torch.testing.assert_close(got, want)
 
 
-def test_which_matrices_are_fused():
+def test_can_fuse_requires_same_input_and_rows():
     wide, narrow, embed = Dim("heads", 4, 2), Dim("kv_heads", 2, 2), Dim("embed", 6)
     tensors = {"q": (wide, embed), "k": (narrow, embed), "o": (embed, wide), "norm": (embed,)}
     rules = {"heads": "tp", "kv_heads": "tp"}
@@ -125,7 +125,7 @@ LATENT = [
     [([], 5), (["mesh.zero=1"], 5), (["model.model_type=qwen2"], 5), (LATENT, 6)],
     ids=["llama", "zero1", "qwen2", "latents"],
 )
-def test_neighbours_are_one_matmul(overrides, of_layer):
+def test_fused_weights_need_one_matmul(overrides, of_layer):
     """Forward, and for the weights' and the input's gradients, in each of three layers, and the head's in three chunks.
     A layer has q with k, v, o, gate with up, and down; with latent attention it has the projections into both latents,
     the two out of them, o, gate with up, and down."""

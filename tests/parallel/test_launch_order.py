@@ -98,20 +98,20 @@ def check_tables(pp: int, counts: Iterator[int] | range) -> int:
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
-def test_todays_order_runs(pp):
+def test_current_order_does_not_deadlock(pp):
     check_tables(pp, range(1, pp + 1))
 
 
 @FULL
 @pytest.mark.parametrize("pp", range(2, 17))
-def test_todays_order_runs_in_every_table(pp, without_gc):
+def test_current_order_does_not_deadlock_in_any_table(pp, without_gc):
     assert check_tables(pp, range(1, 65)) == 5 * 64  # placements: a loop of 1 to 4 chunks, or a V
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("seconds", [0, 0.1])
-def test_no_message_waits_for_another(name, seconds):
-    """The step takes as long as the schedule's own simulator says, for which messages do not delay each other."""
+def test_messages_do_not_delay_each_other(name, seconds):
+    """The step takes as long as in the schedule's own simulator, where messages do not delay each other."""
     for pp, m in ((4, 8), (8, 16)):
         schedule = build(name, pp, m)
         ideal = schedules.simulate(schedule, latency=seconds).makespan
@@ -180,8 +180,8 @@ def messages(steps: list[Step]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_executor_runs_a_row_as_simulated(name):
-    """The messages of a step and of an evaluation are those of `pipeline`, in the same order."""
+def test_executor_sends_messages_in_simulated_order(name):
+    """The executor sends the messages of `pipeline`, in the same order, in a step and in an evaluation."""
     ran = program([f"schedule={name}", "mesh.pp=4", "mesh.zero=1", "train.global_batch=5"], 4, steps=1)
     schedule = build(name, 4, 5)
     step, evaluation = pipeline(schedule), pipeline(forwards(schedule))
@@ -221,7 +221,7 @@ def meshes() -> Iterator:
 
 
 @pytest.mark.parametrize(("mesh", "extra"), list(meshes()))
-def test_programs_of_meshes(mesh, extra):
+def test_programs_of_meshes_do_not_deadlock(mesh, extra):
     """Pipelines, gathers ahead and reductions, rings and Ulysses, tp with overlap, tied embeddings, in training and
     evaluation."""
     world = 1
@@ -283,7 +283,7 @@ def test_a_second_communicator_hides_gathers_behind_the_backward():
         ({"fsdp": 2, "dp": 2, "zero": 1}, 2),  # replicas sum its result
     ],
 )
-def test_reductions_that_hold_no_memory_are_waited_for_at_the_end(mesh, most):
+def test_reductions_in_place_are_waited_for_at_end(mesh, most):
     """Zero 1 on NCCL: the gradient stays whole anyway. (gloo's reductions receive into buffers of their own.) The
     others are waited for when the next one is launched."""
     overrides = ["mesh.pp=2", *(f"mesh.{k}={v}" for k, v in mesh.items()), "train.global_batch=4", "schedule=1f1b"]
@@ -339,7 +339,7 @@ TEXTS = ["data=text", "train.sample_every=4", "train.sample_tokens=2"]
         pytest.param(8, ["mesh.pp=2", "mesh.fsdp=2", "mesh.dp=2", "mesh.zero=2", "schedule=1f1b"], marks=FULL),
     ],
 )  # fmt: skip
-def test_recorded_runs(ranks, overrides, tmp_path):
+def test_recorded_runs_do_not_deadlock(ranks, overrides, tmp_path):
     """Whole runs of real ranks, with evaluations, texts and checkpoints in the background, from the first collective to
     the last."""
     corpus = write_corpus(tmp_path / "corpus.txt")
@@ -367,7 +367,7 @@ def rank_kernel(overrides: list[str]) -> list[Entry]:
     return entries
 
 
-def test_the_kernel_is_agreed_on():
+def test_choosing_kernel_gathers_over_pp_without_deadlock():
     journals = run_ranks(rank_kernel, 2, [*MODEL, "mesh.pp=2", "train.global_batch=2"])
     check({rank: of_journal(entries) for rank, entries in enumerate(journals)})
     assert ops_of(journals) == {"pp all_gather"}
@@ -390,8 +390,8 @@ def rank_paired(overrides: list[str]) -> tuple:
         ["mesh.pp=2", "mesh.fsdp=2", "mesh.zero=3", "schedule=zb_v"],
     ],
 )
-def test_groups_for_pairs_train_alike(overrides):
-    """gloo with the groups that NCCL gets: the same bits as with its own."""
+def test_pair_groups_train_bitwise_equal(overrides):
+    """gloo with the groups of NCCL gives the same bits as with its own groups."""
     overrides = [*MODEL, *FP64, "train.global_batch=4", *overrides]
     own, paired = assemble(run_ranks(rank_run, 4, overrides)), assemble(run_ranks(rank_paired, 4, overrides))
     assert own.losses == paired.losses and own.norms == paired.norms

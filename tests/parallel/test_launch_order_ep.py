@@ -42,7 +42,7 @@ EXPERTS = [
         ),
     ],
 )  # fmt: skip
-def test_programs_with_experts_on_other_ranks(world, overrides):
+def test_programs_with_ep_do_not_deadlock(world, overrides):
     """Rows of experts go over a communicator of their own. (On these ranks, which run one after
     another, none arrive.)"""
     programs = program([*EXPERTS, *overrides], world)
@@ -65,7 +65,7 @@ SAME_GROUPS = {
 
 @pytest.mark.parametrize("name", SAME_GROUPS)
 def test_every_rank_makes_the_same_groups(name):
-    """In the same order, also a stage without experts or without layers."""
+    """The order is the same too, also on a stage without experts or without layers."""
     asked: dict[int, list] = {}
     world, overrides, among = SAME_GROUPS[name]
     cfg = resolve(load_config([*MODEL, *overrides, "train.global_batch=4"]), world)
@@ -84,7 +84,7 @@ def test_every_rank_makes_the_same_groups(name):
 
 
 def test_the_shared_expert_is_computed_while_rows_travel():
-    """In each microbatch, forward and backward: between the launch of an exchange and its wait."""
+    """In each microbatch, forward and backward, it runs between the launch of an exchange and its wait."""
     cfg = resolve(load_config([*MODEL, *EXPERTS, "mesh.dp=2", "mesh.ep=2", "train.global_batch=4"]), 2)
 
     def rank_program(rank: int, entries: list) -> None:

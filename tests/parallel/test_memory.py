@@ -70,7 +70,7 @@ EACH = list(product((2, 1, 4, 8), (1, 2, 3), ("fp32", "bf16")))
 @pytest.mark.parametrize(
     ("n", "zero", "precision"), [c if c in SAMPLE else pytest.param(*c, marks=pytest.mark.full) for c in EACH]
 )
-def test_bytes_a_rank(n, zero, precision):
+def test_rank_holds_bytes_of_closed_form(n, zero, precision):
     width = DTYPES[precision].itemsize
     measured = run_ranks(measure, n, [f"mesh.zero={zero}", "mesh.fsdp=-1", f"precision.compute={precision}"])
     for rank in measured:
@@ -92,7 +92,7 @@ SAVINGS = {
 @pytest.mark.parametrize("how", SAVINGS)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2])
-def test_bytes_a_rank_saves(n, zero, how):
+def test_memory_savings_follow_closed_form(n, zero, how):
     overrides, fields = SAVINGS[how]
     plan = StatePlan(**({"zero": zero, "compute": BF16, "master": FP32, "spec": ADAM} | fields))
     common = [f"mesh.zero={zero}", "mesh.fsdp=-1", "precision.compute=bf16"]
@@ -109,8 +109,8 @@ LONG = [
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("axis", ["cp", "tp"])
-def test_activations_fall_with_the_ranks(axis, precision):
-    """For a long sequence, at the peak of a step, including all that a step allocates besides the state."""
+def test_activations_shrink_with_cp_and_tp(axis, precision):
+    """Measured at the peak of a step on a long sequence, with everything allocated besides the state."""
     compute = f"precision.compute={precision}"
     peaks = {n: run_ranks(measure, n, [*LONG, f"mesh.{axis}={n}", compute])[0]["peak"] for n in (1, 2, 4)}
     print(f"{axis} {precision}: {peaks}, {[peaks[n] * n / peaks[1] for n in peaks]} of 1/n")

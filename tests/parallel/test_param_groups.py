@@ -1,4 +1,4 @@
-"""Which factors of learning rate, weight decay and initial weights a parameter has."""
+"""Factors of learning rate, weight decay and initial weights per parameter."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ NAMES = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj
 DOWN = "*.experts.*.down_proj.weight"
 
 
-def test_the_last_pattern_that_matches_holds():
+def test_param_group_uses_last_matching_pattern():
     cfg = OptimConfig(
         weight_decay=0.5, lr_mult={"*": 2, "*.down_proj.*": 4}, wd_mult={"*.down_proj.*": 3, "*.mlp.*": 0}
     )
@@ -27,7 +27,7 @@ def test_the_last_pattern_that_matches_holds():
     assert param_group(OptimConfig(weight_decay=0.5, wd_mult={"*": 3}), "model.norm.weight", 1) == ParamGroup(1, 0)
 
 
-def test_null_takes_back_what_a_recipe_says():
+def test_null_discards_patterns_of_recipe():
     name = "model.layers.0.mlp.experts.3.down_proj.weight"
     cfg = load_config(["recipe=moe_small"])
     assert (param_group(cfg.optim, name, 2), factor_of(cfg.model.init_mult, name)) == (ParamGroup(4, 0.1 / 4), 4)
@@ -36,7 +36,7 @@ def test_null_takes_back_what_a_recipe_says():
     build_stages(resolve(cfg, 1), Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")))
 
 
-def test_a_pattern_matches_a_parameter():
+def test_check_patterns_refuses_pattern_without_match():
     check_patterns("optim.lr_mult", {"*.down_proj.*": 2, "*.down_prj.*": 1}, NAMES)
     with pytest.raises(ConfigError, match=r"^optim\.lr_mult: no parameter matches \*\.down_prj\.\*; names are"):
         check_patterns("optim.lr_mult", {"*.down_proj.*": 2, "*.down_prj.*": 2}, NAMES)
@@ -55,8 +55,8 @@ def test_factors_are_checked_before_a_run(key):
 
 
 @pytest.mark.parametrize("precision", [[], pytest.param(["optim.state_dtype=bf16"], marks=pytest.mark.full)])
-def test_a_factor_of_every_parameter_is_one_of_the_learning_rate(precision):
-    """To the bit."""
+def test_lr_mult_of_all_equals_scaled_learning_rate(precision):
+    """The losses are bitwise equal."""
     common = [*SHAPE, *precision, "train.global_batch=8", "train.micro_batch=8", "optim.min_lr=0"]
     factor, rate = train(1, [*common, "optim.lr_mult={*:4}"]), train(1, [*common, "optim.lr=4e-2"])
     assert factor.losses == rate.losses
@@ -65,7 +65,7 @@ def test_a_factor_of_every_parameter_is_one_of_the_learning_rate(precision):
 
 @pytest.mark.parametrize("mesh", ["mesh.ep=2", pytest.param("mesh.zero=1", marks=pytest.mark.full)])
 @pytest.mark.full
-def test_factors_of_experts_on_a_mesh(mesh):
+def test_expert_factors_on_mesh_equal_one_process(mesh):
     """Weights and moments after three steps, against one process."""
     model, factors = [*EXPERTS, *MODELS["qwen2-moe"], "model.num_experts=8"], f"{{{DOWN}:4}}"
     given = [f"optim.lr_mult={factors}", f"model.init_mult={factors}"]

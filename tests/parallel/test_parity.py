@@ -40,20 +40,20 @@ def sweep():
 
 
 @pytest.mark.parametrize(("dp", "fsdp", "zero", "accumulation", "tied"), list(sweep()))
-def test_fp64(dp, fsdp, zero, accumulation, tied):
+def test_dp_and_fsdp_in_fp64_equal_one_process(dp, fsdp, zero, accumulation, tied):
     check(dp, fsdp, accumulation, (*FP64, *[TIED] * tied), (f"mesh.zero={zero}",))
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.full), "1f1b"])
 @pytest.mark.parametrize("recompute", ["every", pytest.param("full", marks=pytest.mark.full)])
 @pytest.mark.parametrize("zero", [3, *(pytest.param(z, marks=pytest.mark.full) for z in (1, 2))])
-def test_schedule_and_recompute(schedule, recompute, zero):
+def test_schedules_and_recompute_equal_one_process(schedule, recompute, zero):
     extra = (f"schedule={schedule}", f"recompute={recompute}", f"mesh.zero={zero}")
     check(1, 2, 4, (*FP64, TIED), extra)
 
 
 @pytest.mark.parametrize("kind", ["llama-biased", *(pytest.param(k, marks=FULL) for k in ("qwen2", "qwen3"))])
-def test_other_architectures(kind):
+def test_other_architectures_equal_one_process(kind):
     model = {
         "llama-biased": ("model.attention_bias=true", "model.mlp_bias=true"),
         "qwen2": ("model.model_type=qwen2",),
@@ -63,21 +63,21 @@ def test_other_architectures(kind):
 
 
 @FULL
-def test_eight_ranks():
+def test_eight_ranks_equal_one_process():
     check(2, 4, 2, (*FP64, TIED))
 
 
 @pytest.mark.parametrize(
     ("dp", "fsdp", "zero"), [*(pytest.param(*m, marks=FULL) for m in [(2, 1, 3), (1, 2, 1), (1, 2, 3)]), (2, 2, 2)]
 )
-def test_fp32(dp, fsdp, zero):
+def test_fp32_is_near_one_process(dp, fsdp, zero):
     check(dp, fsdp, 2, (), (f"mesh.zero={zero}",), loss=1e-6, state=1e-5)
 
 
 @pytest.mark.parametrize(
     ("dp", "fsdp", "zero"), [(2, 1, 3), (1, 2, 1), *(pytest.param(*m, marks=FULL) for m in [(1, 2, 2), (1, 4, 3)])]
 )
-def test_bf16(dp, fsdp, zero):
+def test_bf16_is_near_one_process(dp, fsdp, zero):
     """With the same microbatches only fp32 sums change their order, which the first step shows. (A weight that then
     rounds to the other bf16 neighbour moves this rough model's third loss by 5e-4.)"""
     base = [*SHAPE, "precision.compute=bf16", "train.global_batch=32", "train.micro_batch=8", "train.steps=1"]
@@ -86,7 +86,7 @@ def test_bf16(dp, fsdp, zero):
 
 
 def test_bf16_zero_stages_agree_bitwise():
-    """Where no sum changes its order (one rank's tokens, same microbatches) the zero stage changes no bit."""
+    """If no sum changes its order (one rank's tokens, same microbatches) the zero stage changes no bit."""
     base = [*SHAPE, "precision.compute=bf16", "train.global_batch=8", "train.micro_batch=2", "mesh.fsdp=2"]
     runs = [train(2, [*base, f"mesh.zero={zero}"]) for zero in (2, 3)]
     compare(runs[0], runs[1], loss=0, state=0)

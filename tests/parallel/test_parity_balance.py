@@ -61,7 +61,7 @@ def sweep():
 
 
 @pytest.mark.parametrize(("balance", "mesh"), list(sweep()))
-def test_fp64(balance, mesh):
+def test_balance_on_mesh_equals_one_process(balance, mesh):
     run = check(balance, mesh)
     biased = [b.any().item() for b in run.tensors["bias"].values()]
     assert biased == [balance.startswith("bias")] * 2
@@ -71,14 +71,14 @@ def test_fp64(balance, mesh):
 
 @FULL
 @pytest.mark.parametrize("balance", BALANCES)
-def test_tp_without_sequence_parallelism(balance):
+def test_balance_without_sequence_parallelism_equals_one_process(balance):
     check(balance, {"tp": 2, "cp": 2}, "tp.sequence_parallel=false")
 
 
 @FULL
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(schedule, balance):
+def test_balance_with_schedules_equals_one_process(schedule, balance):
     layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
     check(balance, {"pp": 2}, f"schedule={schedule}", layers, like=(layers,))
 
@@ -87,7 +87,7 @@ def test_schedules(schedule, balance):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["full", "selective", "every", "budget"])
 @pytest.mark.parametrize("balance", BALANCES)
-def test_recompute_and_zero(balance, recompute, zero):
+def test_balance_with_recompute_and_zero_equals_one_process(balance, recompute, zero):
     more = {"every": ["recompute.every=2"], "budget": ["recompute.budget=1MB"]}.get(recompute, [])
     check(balance, {"fsdp": 2, "cp": 2}, f"recompute={recompute}", f"mesh.zero={zero}", *more)
 
@@ -118,8 +118,8 @@ COUNTED = [*MODEL, *MODELS["qwen2-moe"], *BALANCES["bias"], "train.micro_batch=2
 
 
 @pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=FULL), pytest.param("every", marks=FULL)])
-def test_every_token_counts_once(recompute):
-    """Whatever is recomputed, and however often the model is evaluated."""
+def test_loads_count_every_token_once(recompute):
+    """Recompute and evaluations do not count tokens again."""
     ((loads_LX, bias_LX),) = run_ranks(counted, 1, [*COUNTED, f"recompute={recompute}"], True)
     assert loads_LX.sum(1).tolist() == [8 * 16 * 2] * 2  # two layers with experts, two choices of each token
     ((_, alone_LX),) = run_ranks(counted, 1, COUNTED, False)
@@ -184,8 +184,8 @@ def theirs(name: str) -> tuple[float, float, dict[str, torch.Tensor]]:
         ),
     ],
 )
-def test_their_balance_loss(name, mesh):
-    """Loss, balance loss and gradients in several microbatches are those of one process that has the whole batch."""
+def test_balance_loss_equals_transformers(name, mesh):
+    """Loss, balance loss and gradients in several microbatches equal `transformers` with the whole batch."""
     ranks = 2 ** len(mesh)
     run = train(ranks, [*HF, *MODELS[name], *mesh, "train.micro_batch=2"], "uneven")
     loss, balance_loss, gradients = theirs(name)

@@ -36,7 +36,7 @@ def sweep():
 
 
 @pytest.mark.parametrize(("name", "mesh"), list(sweep()))
-def test_fp64(name, mesh):
+def test_ep_on_mesh_equals_one_process(name, mesh):
     check(name, mesh, EIGHT, micro_batch=micro_batch(mesh))
 
 
@@ -47,9 +47,9 @@ def rank_in_order(overrides: list[str]) -> tuple:
 
 
 @pytest.mark.parametrize("zero", [3, *(pytest.param(z, marks=FULL) for z in (1, 2))])
-def test_a_stage_without_experts(zero):
-    """Beside one with them, whose ranks share them, on the groups that NCCL gets; the backward of weights is an action
-    of its own."""
+def test_stage_without_experts_equals_one_process(zero):
+    """The other stage has experts, spread over its ranks. The groups are the same as on NCCL.
+    The backward of weights is a separate action."""
     model = [*MODEL, *MODELS["qwen2-moe"], EIGHT, DENSE_FIRST]
     mesh = ["mesh.pp=2", "mesh.fsdp=2", "mesh.ep=2", f"mesh.zero={zero}", "schedule=zb_h1", "train.micro_batch=1"]
     run = assemble(run_ranks(rank_in_order, 4, [*model, *mesh]))
@@ -59,7 +59,7 @@ def test_a_stage_without_experts(zero):
 @FULL
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "every", "budget"])
-def test_recompute_and_zero(recompute, zero):
+def test_ep_with_recompute_and_zero_equals_one_process(recompute, zero):
     more = {"every": ["recompute.every=2"], "budget": ["recompute.budget=1MB"]}.get(recompute, [])
     mesh = {"dp": 2, "fsdp": 2, "cp": 2, "ep": 4}
     check("qwen2-moe", mesh, EIGHT, f"recompute={recompute}", f"mesh.zero={zero}", *more, micro_batch=1)
@@ -67,20 +67,20 @@ def test_recompute_and_zero(recompute, zero):
 
 @FULL
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tp": 2, "ep": 2}, {"dp": 2, "tp": 2, "ep": 2}], ids=str)
-def test_tp_without_sequence_parallelism(mesh):
+def test_ep_without_sequence_parallelism_equals_one_process(mesh):
     check("olmoe", mesh, EIGHT, "tp.sequence_parallel=false")
 
 
 @FULL
 @pytest.mark.parametrize("order", ["[tp,cp,fsdp,dp,pp]", "[dp,pp,tp,cp,fsdp]"])
-def test_other_orders_of_the_axes(order):
-    """The ranks along ep are then no neighbours."""
+def test_ep_with_other_axis_order_equals_one_process(order):
+    """Ranks along ep are not neighbours then."""
     check("qwen3-moe", {"pp": 2, "dp": 2, "fsdp": 2, "ep": 4}, EIGHT, f"mesh.order={order}", micro_batch=1)
 
 
 @FULL
 @pytest.mark.parametrize("change", ["optim.offload=true", "data.pack=true", "train.compile=true"])
-def test_beside(change):
+def test_ep_with_offload_packing_or_compile_equals_one_process(change):
     of_data = [change] if change.startswith("data.") else []
     overrides = [*MODEL, *MODELS["qwen2-moe"], EIGHT, "mesh.dp=2", "mesh.fsdp=2", "mesh.ep=2", "train.micro_batch=2"]
     run = train(4, [*overrides, change], "uneven")
@@ -89,7 +89,7 @@ def test_beside(change):
 
 @FULL
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(schedule):
+def test_ep_with_schedules_equals_one_process(schedule):
     """The backward of weights, where it is an action of its own, covers what came from other ranks."""
     layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
     overrides = [*MODEL, *MODELS["qwen2-moe"], EIGHT, layers, f"schedule={schedule}", "train.micro_batch=1"]
@@ -98,7 +98,7 @@ def test_schedules(schedule):
 
 
 @pytest.mark.parametrize("recompute", ["full", *(pytest.param(r, marks=FULL) for r in ("none", "selective", "every"))])
-def test_no_row_travels_again_for_a_recompute(recompute):
+def test_recompute_sends_no_expert_rows_again(recompute):
     """A sparse layer's forward sends counts, rows and outputs, its backward two gradients, in each microbatch."""
     overrides = [*MODEL, *MODELS["mixtral"], EIGHT, "mesh.dp=2", "mesh.ep=2", "train.micro_batch=1"]
     record = dry_run(resolve(load_config([*overrides, f"recompute={recompute}"]), 2), 1, "cpu")
@@ -111,8 +111,8 @@ def test_no_row_travels_again_for_a_recompute(recompute):
 @FULL
 @pytest.mark.parametrize("model", ["qwen2-moe", "deepseek-v3"])
 @pytest.mark.parametrize("recompute", ["full", "selective", "every"])
-def test_no_sum_over_tp_is_sent_again_for_a_recompute(recompute, model):
-    """That of a shared expert neither. The backward sends what it sends without a recompute."""
+def test_recompute_sends_no_tp_sum_again(recompute, model):
+    """This includes the sum of a shared expert. The backward sends the same bytes as without a recompute."""
     overrides = [*MODEL, *MODELS[model], EIGHT, "mesh.tp=2", "train.micro_batch=1", "recompute.every=2"]
 
     def sums(name: str) -> list[tuple[int, int]]:
@@ -137,8 +137,8 @@ REPEATED = {  # (ep, what is kept) -> the ops of a sparse layer that a recompute
 @pytest.mark.parametrize(
     ("ep", "keep"), [pytest.param(*case, marks=[FULL] * (case != (2, "core,experts"))) for case in REPEATED]
 )
-def test_a_recompute_computes_what_is_not_saved(ep, keep):
-    """And what is counted as hardware FLOPs is what runs."""
+def test_recompute_computes_only_unsaved_ops(ep, keep):
+    """The counted hardware FLOPs equal the FLOPs that run."""
     model = [*MODEL, *MODELS["qwen2-moe"], EIGHT, "model.mlp_only_layers=[]", "mesh.dp=2", f"mesh.ep={ep}"]
     make = lambda *more: resolve(load_config([*model, "train.micro_batch=1", *more]), 2)
     cfg = make("recompute=selective", f"recompute.keep=[{keep}]")
@@ -172,7 +172,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_ep_is_refused(name):
     overrides, world, said = REFUSED[name]
     line = config_refusal(overrides, world)
     assert all(words in line for words in said), line

@@ -32,7 +32,7 @@ def sweep():
 
 
 @pytest.mark.parametrize(("name", "mesh", "more"), list(sweep()))
-def test_fp64(name, mesh, more):
+def test_expert_slices_on_mesh_equal_one_process(name, mesh, more):
     check(name, mesh, SLICES, EIGHT, *more, micro_batch=1 if "pp" in mesh else 2)
 
 
@@ -46,8 +46,8 @@ def balances():
 
 
 @pytest.mark.parametrize(("balance", "mesh", "more"), list(balances()))
-def test_a_token_counts_once(balance, mesh, more):
-    """In the loads, the balance losses and the z-loss, though every rank has a slice of its experts."""
+def test_balance_of_expert_slices_counts_tokens_once(balance, mesh, more):
+    """The loads, balance losses and z-loss count it once, although every rank has a slice of its experts."""
     ranks = 2 * mesh.get("fsdp", 1)
     sizes = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
     overrides = [*MODEL, *MODELS["qwen2-moe"], *BALANCES[balance], *sizes, SLICES, *filter(None, [more])]
@@ -59,7 +59,7 @@ def test_a_token_counts_once(balance, mesh, more):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "every", "budget"])
 @pytest.mark.parametrize("more", [[], [WHOLE_STREAM]], ids=["", WHOLE_STREAM])
-def test_recompute_and_zero(recompute, zero, more):
+def test_expert_slices_with_recompute_and_zero_equal_one_process(recompute, zero, more):
     more = [*more, *{"every": ["recompute.every=2"], "budget": ["recompute.budget=1MB"]}.get(recompute, [])]
     mesh = {"fsdp": 2, "tp": 2, "ep": 2}
     check("qwen2-moe", mesh, EIGHT, SLICES, f"recompute={recompute}", f"mesh.zero={zero}", *more)
@@ -67,28 +67,28 @@ def test_recompute_and_zero(recompute, zero, more):
 
 @FULL
 @pytest.mark.parametrize("keep", [["router"], ["dispatch"], ["experts"], ["combine"]], ids=str)
-def test_ops_of_experts_that_are_kept(keep):
+def test_expert_slices_with_kept_ops_equal_one_process(keep):
     check("qwen2-moe", {"tp": 2}, SLICES, "recompute=selective", f"recompute.keep=[{','.join(keep)}]")
 
 
 @FULL
 @pytest.mark.parametrize("more", ["", WHOLE_STREAM])
 @pytest.mark.parametrize("change", ["tp.overlap=true", "train.compile=true"])
-def test_beside(change, more):
+def test_expert_slices_with_overlap_or_compile_equal_one_process(change, more):
     check("deepseek-v3", {"fsdp": 2, "tp": 2}, SLICES, change, *filter(None, [more]))
 
 
 @FULL
 @pytest.mark.parametrize("more", ["", WHOLE_STREAM])
 @pytest.mark.parametrize("exchange", ["moe.overlap=true", "moe.capacity=1", "moe.overlap=true moe.capacity=1.5"])
-def test_kinds_of_exchange(exchange, more):
-    """The rows that travel are those of all gathered tokens."""
+def test_expert_slices_with_every_exchange_equal_one_process(exchange, more):
+    """The exchanged rows include all gathered tokens."""
     check("qwen2-moe", {"dp": 2, "tp": 2, "ep": 2}, SLICES, EIGHT, *exchange.split(), *filter(None, [more]))
 
 
 @FULL
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(schedule):
+def test_expert_slices_with_schedules_equal_one_process(schedule):
     """The backward of weights, where it is an action of its own, covers slices."""
     layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
     overrides = [*MODEL, *MODELS["qwen2-moe"], layers, f"schedule={schedule}", SLICES, "train.micro_batch=1"]
@@ -98,8 +98,8 @@ def test_schedules(schedule):
 
 @FULL
 @pytest.mark.parametrize("zero", [1, 3])
-def test_a_stage_without_experts(zero):
-    """On process groups that run their operations in order, as NCCL's do."""
+def test_stage_without_expert_slices_equals_one_process(zero):
+    """The process groups run their operations in order, as on NCCL."""
     model = [*MODEL, *MODELS["qwen2-moe"], EIGHT, DENSE_FIRST, SLICES]
     mesh = ["mesh.pp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.ep=2", f"mesh.zero={zero}", "schedule=zb_h1"]
     run = assemble(run_ranks(rank_in_order, 8, [*model, *mesh, "train.micro_batch=1"]))
@@ -124,7 +124,7 @@ def test_a_rank_has_a_slice_of_every_expert(more, inner):
         assert layouts[f"{expert}.w2.weight"].tp_replicas == (1 if more else 2)
 
 
-def test_products_are_shared_out():
+def test_expert_products_are_divided_over_tp():
     """With sequence parallelism a rank has half of each expert for twice the tokens; otherwise half for the same."""
     one = ["mesh.tp=2", "train.micro_batch=2", "train.global_batch=2", "model.num_hidden_layers=1"]
     flops = lambda *more: dry_run(resolved_on(2, *one, *more), 1, "cpu").flops["matmul"]
@@ -134,7 +134,7 @@ def test_products_are_shared_out():
 
 
 @pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=FULL)])
-def test_no_output_is_summed_again_for_a_recompute(recompute):
+def test_recompute_sums_no_expert_output_again(recompute):
     """A layer's forward reduces attention's output and the experts', its backward the gradients of attention's input,
     of the experts' tokens and of their weights. The embedding's rows and the loss's gradient are reduced too."""
     cfg = resolved_on(2, "mesh.tp=2", "train.micro_batch=2", f"recompute={recompute}", "train.loss_chunk=64", SLICES)
@@ -158,7 +158,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_unsupported_expert_slices_are_refused(name):
     overrides, said = REFUSED[name]
     resolve(load_config([*overrides, "mesh.tp=2"]), 2)  # without slices it is a run
     line = config_refusal([*overrides, "mesh.tp=2", SLICES], 2)

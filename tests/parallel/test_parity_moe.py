@@ -90,32 +90,32 @@ def sweep():
 
 
 @pytest.mark.parametrize(("name", "mesh"), list(sweep()))
-def test_fp64(name, mesh):
+def test_moe_on_mesh_equals_one_process(name, mesh):
     check(name, mesh, micro_batch=8 // (mesh.get("dp", 1) * mesh.get("fsdp", 1)) // (2 if "pp" in mesh else 1) or 1)
 
 
 @FULL
 @pytest.mark.parametrize("name", MODELS)
-def test_every_family_on_eight_ranks(name):
+def test_every_family_on_eight_ranks_equals_one_process(name):
     check(name, {"fsdp": 2, "cp": 2, "tp": 2})
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[FULL] * (n != "deepseek-v3")) for n in MODELS])
-def test_tp_without_sequence_parallelism(name):
+def test_moe_without_sequence_parallelism_equals_one_process(name):
     check(name, {"tp": 2}, "tp.sequence_parallel=false")
 
 
 @FULL
 @pytest.mark.parametrize("tp", [2, 4])
-def test_kv_heads_held_by_several_ranks_are_normalised_once(tp):
-    """With one norm over all K/V heads, and fewer of these than ranks."""
+def test_shared_kv_heads_are_normalised_once(tp):
+    """There is one norm over all K/V heads, and there are fewer K/V heads than ranks."""
     check("olmoe", {"tp": tp})
 
 
 @FULL
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "every", "budget"])
-def test_recompute_and_zero(recompute, zero):
+def test_moe_with_recompute_and_zero_equals_one_process(recompute, zero):
     more = {"every": ["recompute.every=2"], "budget": ["recompute.budget=1MB"]}.get(recompute, [])
     check("qwen2-moe", {"fsdp": 2}, f"recompute={recompute}", f"mesh.zero={zero}", *more)
 
@@ -124,14 +124,14 @@ KEPT = [["router"], ["dispatch"], ["experts"], ["combine"], ["core", "router", "
 
 
 @pytest.mark.parametrize("keep", [pytest.param(k, marks=[FULL] * (len(k) == 1)) for k in KEPT], ids=str)
-def test_ops_of_experts_that_are_kept(keep):
+def test_moe_with_kept_ops_equals_one_process(keep):
     check("qwen2-moe", {}, "recompute=selective", f"recompute.keep=[{','.join(keep)}]")
 
 
 @FULL
 @pytest.mark.parametrize("name", ["qwen2-moe", "deepseek-v3"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_beside_messages(recompute, name):
+def test_moe_with_recompute_on_cp_and_tp_equals_one_process(recompute, name):
     check(name, {"cp": 2, "tp": 2}, f"recompute={recompute}")
 
 
@@ -150,7 +150,7 @@ LATENT_CHANGES = {
 @FULL
 @pytest.mark.parametrize("changes", LATENT_CHANGES)
 @pytest.mark.parametrize("name", ["deepseek-v3", "moonlight"])
-def test_latent_attention(name, changes):
+def test_latent_attention_on_mesh_equals_one_process(name, changes):
     mesh, more = LATENT_CHANGES[changes]
     check(name, mesh, *more)
 
@@ -160,7 +160,7 @@ SCHEDULES = {"gpipe": 2, "1f1b": 2, "interleaved": 4, "zb_h1": 2, "zb_v": 4, "du
 
 @FULL
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules(schedule):
+def test_moe_with_schedules_equals_one_process(schedule):
     """The backward of weights, where it is an action of its own, covers router and experts."""
     layers = f"model.num_hidden_layers={SCHEDULES[schedule]}"
     overrides = [*MODEL, *MODELS["qwen2-moe"], layers]
@@ -197,7 +197,7 @@ LOADED = [{"fsdp": 2}, {"tp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}, {"dp": 3, "fsdp
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "ep": 2}, *(pytest.param(m, marks=FULL) for m in LOADED)], ids=str)
 @pytest.mark.parametrize("rule", [all_on_one, pytest.param(none_for_two, marks=FULL)])
-def test_experts_without_tokens(rule, mesh):
+def test_experts_without_tokens_have_zero_gradient(rule, mesh):
     """An expert that no token goes to has a gradient of zeros, on one rank or on all. With ep all tokens go to the
     experts of one rank, or a rank gets none."""
     k = "model.num_experts_per_tok=1" if rule is all_on_one else "model.num_experts_per_tok=2"
@@ -215,8 +215,8 @@ def test_experts_without_tokens(rule, mesh):
 
 
 @pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=FULL)])
-def test_narrower_precisions(compute):
-    """Grouped products, and gradients that accumulate in fp32. In bf16 only fp32 sums change their order."""
+def test_moe_in_fp32_and_bf16_is_near_one_process(compute):
+    """Products are grouped, and gradients accumulate in fp32. In bf16 only fp32 sums change their order."""
     even = ["model.hidden_size=32", "model.intermediate_size=48", f"precision.compute={compute}", "train.steps=1"]
     base = [*SHAPE, *EVEN, *MODELS["mixtral"], *even, "train.global_batch=8", "train.micro_batch=2"]
     bounds = {"fp32": {"loss": 1e-6, "state": 1e-5}, "bf16": {"loss": 1e-5, "state": 1e-4}}[compute]

@@ -52,7 +52,7 @@ def reference(objective: str, packed: bool):
         for m in MESHES
     ],
 )
-def test_an_objective_is_the_same_on_a_mesh(objective, mesh):
+def test_objective_on_mesh_equals_one_process(objective, mesh):
     ranks = 2 if mesh.startswith("tp2") else 4
     run = assemble(run_ranks(run_of, ranks, overrides(objective, *MESHES[mesh])))
     want = reference(objective, "packed" in mesh)

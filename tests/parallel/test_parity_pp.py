@@ -1,6 +1,6 @@
-"""Every schedule, and every mesh over all five axes, trains as one process does: any number of microbatches, stages of
-unequal length, tied embeddings on the first and the last stage, microbatches without a valid token, all recompute modes
-and zero stages.
+"""Every schedule, and every mesh over all five axes, trains as one process does.
+The cases have any number of microbatches, unequal stages, tied embeddings, microbatches without a valid token,
+all recompute modes and all zero stages.
 """
 
 import random
@@ -65,13 +65,13 @@ def schedules():
 
 
 @pytest.mark.parametrize(("pp", "microbatches", "extra"), list(schedules()))
-def test_schedules(pp, microbatches, extra):
+def test_pipeline_schedules_equal_one_process(pp, microbatches, extra):
     check({"pp": pp}, microbatches, extra)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("zero", [2, 3])
-def test_a_stage_of_one_layer(zero):
+def test_stage_of_one_layer_equals_one_process(zero):
     """Its only unit is reduced in one backward after another."""
     check({"pp": 3, "fsdp": 2}, 5, ["model.num_hidden_layers=3", "schedule=1f1b", f"mesh.zero={zero}"])
 
@@ -97,11 +97,11 @@ def meshes():
 
 
 @pytest.mark.parametrize(("mesh", "extra"), list(meshes()))
-def test_five_axes(mesh, extra):
+def test_meshes_of_five_axes_equal_one_process(mesh, extra):
     check(mesh, mesh["pp"] + 1, extra)
 
 
-def test_mesh_order_and_split():
+def test_mesh_order_and_split_equal_one_process():
     extra = ["mesh.order=[tp,fsdp,pp,cp,dp]", "schedule.split=[2,7]", "schedule=zb_h1", TIED]
     check({"pp": 2, "tp": 2}, 3, extra)
 
@@ -115,7 +115,7 @@ WITHOUT_BLOCK = {  # the first stage has the embedding alone and the last one th
 
 
 @pytest.mark.parametrize("name", ["both", *(pytest.param(n, marks=pytest.mark.full) for n in [*WITHOUT_BLOCK][1:])])
-def test_stages_without_a_block(name):
+def test_stages_without_block_equal_one_process(name):
     check({"pp": 2}, 4, WITHOUT_BLOCK[name])
 
 
@@ -132,7 +132,7 @@ def shuffled(draw: random.Random) -> tuple[int, int, list[list[Action]]]:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.full) for s in range(1, 16))])
-def test_shuffled_tables_run_right_or_are_refused(seed, tmp_path):
+def test_shuffled_tables_equal_one_process_or_are_refused(seed, tmp_path):
     """A case never hangs: it ends within the two minutes of `run_ranks`."""
     draw, refused = random.Random(seed), 0
     while True:
@@ -149,14 +149,14 @@ def test_shuffled_tables_run_right_or_are_refused(seed, tmp_path):
 
 
 @pytest.mark.full
-def test_thirty_two_ranks():
+def test_thirty_two_ranks_equal_one_process():
     """All five axes at once."""
     check(dict.fromkeys(("pp", "dp", "fsdp", "cp", "tp"), 2), 4, ["schedule=zb_v", TIED, PACKED, "mesh.zero=2"])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_fp32(schedule):
+def test_pipeline_in_fp32_is_near_one_process(schedule):
     """Compared with the same microbatches, because nine layers amplify other roundings of activations beyond the
     bound."""
     same = [*DEEP, "precision.params=fp32", "precision.compute=fp32", "train.global_batch=8", "train.micro_batch=2"]

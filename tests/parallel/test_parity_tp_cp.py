@@ -1,6 +1,6 @@
-"""Every mesh over dp, fsdp, cp and tp trains as one process does: heads in replicated K/V groups, a vocabulary size
-that no axis divides, with and without sequence parallelism, attention by ring, all-to-all or both, documents packed or
-not."""
+"""Every mesh over dp, fsdp, cp and tp trains as one process does.
+The cases replicate K/V heads, have an indivisible vocabulary, and attention by ring, all-to-all or both,
+with and without sequence parallelism and packed documents."""
 
 from functools import cache
 from itertools import product
@@ -77,7 +77,7 @@ def check(mesh: dict[str, int], extra: list[str], accumulation: int, precision: 
 
 
 @pytest.mark.parametrize(("mesh", "extra", "accumulation"), list(sweep()))
-def test_fp64(mesh, extra, accumulation):
+def test_tp_and_cp_in_fp64_equal_one_process(mesh, extra, accumulation):
     check(mesh, extra, accumulation, FP64, loss=1e-10, state=1e-9)
 
 
@@ -113,7 +113,7 @@ DEFAULT = ("qwen3, whole residual stream", "alibi, ulysses")
 
 
 @pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in VARIANTS])
-def test_variants(name):
+def test_variants_of_tp_and_cp_equal_one_process(name):
     sizes, extra = VARIANTS[name]
     check(sizes, extra, 2, FP64, loss=1e-10, state=1e-9)
 
@@ -130,7 +130,7 @@ lower = pytest.mark.parametrize("name", [n if n in SAMPLED else pytest.param(n, 
 
 @lower
 @pytest.mark.full
-def test_fp32(name):
+def test_tp_and_cp_in_fp32_are_near_one_process(name):
     sizes, extra = LOWER[name]
     check(sizes, extra, 2, [], loss=1e-6, state=1e-5)
 

@@ -1,4 +1,4 @@
-"""The layers of each stage where nobody says which."""
+"""The number of layers per stage if no split is given."""
 
 from itertools import product
 
@@ -27,8 +27,8 @@ def every_split(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize(("name", "pp", "chunks"), PLACEMENTS)
 @pytest.mark.parametrize("head", [0.0, 0.7, 1.3, 2.6])
-def test_no_other_split_has_a_much_cheaper_rank(name, pp, chunks, head):
-    """None at all where a rank has one stage; else none that is cheaper by more than a layer."""
+def test_balanced_sizes_are_near_cheapest_split(name, pp, chunks, head):
+    """With one stage per rank no split is cheaper. Otherwise none is cheaper by more than a layer."""
     rank_of = stage_ranks(name, pp, chunks)
     for layers in range(len(rank_of), 9):
         sizes = balanced_sizes(layers, head, rank_of)
@@ -50,12 +50,12 @@ SPLITS = {  # layers, cost of the head in layers, schedule, ranks, chunks -> lay
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_the_split(name):
+def test_balanced_sizes_equal_worked_examples(name):
     layers, head, schedule, pp, chunks, sizes = SPLITS[name]
     assert balanced_sizes(layers, head, stage_ranks(schedule, pp, chunks)) == sizes
 
 
-def test_the_head_counts_by_its_flops():
-    """Llama 3 8B's head is as dear as 1.8 blocks at 8,192 tokens."""
+def test_placement_counts_head_by_its_flops():
+    """Llama 3 8B's head costs as much as 1.8 blocks at 8,192 tokens."""
     cfg = resolve(load_config(["recipe=llama3_8b", "mesh.fsdp=1", "mesh.pp=4", "schedule=1f1b"]), 4)
     assert [len(stage) for stage in Distribution.of(cfg).placement.layers] == [8, 8, 9, 7]

@@ -67,7 +67,7 @@ def reference(*overrides: str) -> Run:
 
 
 @pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=pytest.mark.full) for n in CASES])
-def test_fp64(name):
+def test_recompute_in_fp64_equals_run_without(name):
     n, extra = CASES[name]
     same = [e for e in extra if e.startswith(("model.", "data."))]
     run = train(n, [*MODEL, "train.micro_batch=2", *extra], "uneven")
@@ -77,7 +77,7 @@ def test_fp64(name):
 # ------------------------------------------------------------------------------------------------------------- keep
 
 
-def test_saved_results_are_replayed_in_order():
+def test_saved_ops_replays_results_in_order():
     saved, made = SavedOps(), iter(range(10))
     make = lambda: (torch.full((2,), float(next(made))),)
     with saved.saving("a", frozenset({"x"})):
@@ -89,7 +89,7 @@ def test_saved_results_are_replayed_in_order():
     assert saved.of("x") is None and saved("x", make)[0][0] == 4
 
 
-def test_a_recompute_that_differs_is_refused():
+def test_saved_ops_refuses_differing_recompute():
     saved = SavedOps()
     with saved.saving("a", frozenset({"x"})):
         saved("x", lambda: torch.ones(1))
@@ -100,7 +100,7 @@ def test_a_recompute_that_differs_is_refused():
         pass
 
 
-def test_shape_only_ops_are_saved_as_a_shape():
+def test_saved_ops_keeps_shape_only_ops_as_shape():
     saved = SavedOps()
     with saved.saving("a", frozenset({"x", "y"}), shape_only=frozenset({"y"})):
         saved("x", lambda: (torch.ones(5, 3), torch.ones(4)))
@@ -133,13 +133,13 @@ def test_every_matrix_of_a_block_has_an_op(model):
         (RecomputeConfig(name="every", every="auto"), [3, 3, 3]),
     ],
 )
-def test_groups_cover_the_blocks_in_order(cfg, sizes):
+def test_plan_recompute_groups_cover_blocks_in_order(cfg, sizes):
     groups = plan_recompute(range(2, 11), cfg, RecomputeOps())
     assert [len(g.layers) for g in groups] == sizes
     assert [i for g in groups for i in g.layers] == (list(range(2, 11)) if sizes else [])
 
 
-def test_what_groups_save_and_skip():
+def test_plan_recompute_groups_save_and_skip_expected_ops():
     always = frozenset({"o_proj", "down_proj"})
     last = frozenset({"down_proj"})
     group = lambda layers, save: RecomputeGroup(layers, save, last, last)
@@ -166,7 +166,7 @@ TRAVELS = {
 
 
 @pytest.mark.parametrize("case", TRAVELS)
-def test_results_that_travel_are_saved_in_every_mode(case):
+def test_results_of_messages_are_saved_in_every_mode(case):
     ranks, overrides, sent = TRAVELS[case]
     cfg = resolve(load_config([*overrides, "recompute=full"]), ranks)
     ops = RecomputeOps.of(cfg.model, cfg.mesh)
@@ -260,7 +260,7 @@ def _peak(overrides: list[str]) -> dict:
         return {"peak": measure([*DEEP, *overrides])["peak"], **planned}
 
 
-def test_activations_of_each_mode():
+def test_peak_activations_order_by_recompute_mode():
     ways = [["recompute=none"], ["recompute=selective"], ["recompute=every", "recompute.every=2"], ["recompute=full"]]
     none, selective, every, full = (r["peak"] for r in run_ranks(peaks, 1, ways)[0])
     print(f"none {none}, selective {selective}, every=2 {every}, full {full}")
@@ -291,7 +291,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", ["fp32", *(pytest.param(n, marks=pytest.mark.full) for n in list(SETTINGS)[1:])])
-def test_activations_stay_under_the_budget(name):
+def test_budget_plan_stays_under_budget(name):
     """The least budget that the error names works. A larger budget costs less recompute, never more than
     recompute=full, and most of it is used."""
     extra = SETTINGS[name]
@@ -307,7 +307,7 @@ def test_activations_stay_under_the_budget(name):
             assert all(r["peak"] > 0.75 * r["budget"] for r in tight[1:]), "much of the budget lies idle"
 
 
-def test_a_budget_that_cannot_be_names_the_least():
+def test_too_small_budget_error_names_least_budget():
     with pytest.raises(AssertionError, match=r"recompute.budget=1000000: .* need at least \d+ bytes"):
         run_ranks(peaks, 1, [["recompute=budget", "recompute.budget=1MB"]])
 
@@ -336,7 +336,7 @@ def brute_force(loads: list[Load], sizes: BlockSizes, limit: int, cost: Callable
         [Load(1, 1)], [Load(3, 1)], [Load(3, 2)], [Load(2, 3, 1)], [Load(2, 2), Load(1, 1)], [Load(2, 1), Load(2, 3)],
     ],
 )  # fmt: skip
-def test_the_plan_is_the_best_of_all(loads):
+def test_budget_plan_is_cheapest_of_all_plans(loads):
     draw, always = random.Random(5), frozenset({"core", "o_proj"})
     planned = refused = 0
     for _ in range(60):
@@ -370,7 +370,7 @@ def simulated_peak(blocks: int, microbatches: int, chosen: list, sizes: BlockSiz
     return peak * 51 // 50
 
 
-def test_the_peak_is_that_of_a_step():
+def test_peak_bytes_equals_simulated_peak():
     draw = random.Random(6)
     for _ in range(200):
         sizes, blocks, m = random_sizes(draw), draw.randint(1, 5), draw.randint(1, 4)
@@ -378,7 +378,7 @@ def test_the_peak_is_that_of_a_step():
         assert peak_bytes([Load(blocks, m)], chosen, sizes) == simulated_peak(blocks, m, chosen, sizes)
 
 
-def test_loads_are_the_peaks_of_each_stage():
+def test_load_counts_live_microbatches_of_stage():
     row = [Action(kind, m, s) for kind, m, s in
            [("F", 0, 1), ("F", 1, 1), ("F", 0, 2), ("I", 0, 2), ("B", 0, 1), ("F", 1, 2), ("I", 1, 2), ("W", 0, 2),
             ("W", 1, 2), ("B", 1, 1)]]  # fmt: skip
@@ -390,7 +390,7 @@ def cost_of(cfg: Config, device: str) -> Callable[[Choice], float]:
     return recompute_cost(cfg.model, cfg.train.seq_len, compute, ops, device)
 
 
-def test_with_equal_live_microbatches_the_last_blocks_save_most():
+def test_budget_plan_saves_most_in_last_blocks():
     sizes = BlockSizes(10, 100, dict.fromkeys(SAVABLE_OPS, 10), 120)
     cfg = resolve(load_config([]), 1)
     cost = cost_of(cfg, "cpu")
@@ -400,8 +400,8 @@ def test_with_equal_live_microbatches_the_last_blocks_save_most():
     assert plan([Load(8, 1)], sizes, 10**6, cost, frozenset()) == [None] * 8
 
 
-def test_the_cost_of_a_recompute_knows_layers_with_and_without_experts():
-    """Of DeepSeek-V3 58 of 61 layers have experts: their results save more than those of the dense layers' MLPs."""
+def test_recompute_cost_counts_dense_and_moe_layers():
+    """In DeepSeek-V3 58 of 61 layers have experts: keeping their results saves more than keeping the dense MLPs'."""
     cost = cost_of(resolve(load_config(["recipe=deepseek_v3"]), 2048), "cuda")
     everything, experts, dense = (cost(frozenset(ops)) for ops in ((), ("experts",), ("gate_up_proj",)))
     assert experts < dense < everything
@@ -422,7 +422,7 @@ def test_the_cost_of_a_recompute_knows_layers_with_and_without_experts():
         (["recompute=budget", "recompute.budget=0"], "recompute.budget=0"),
     ],
 )
-def test_settings_that_are_refused(overrides, message):
+def test_unsupported_recompute_settings_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=message) as error:
         resolve(load_config(overrides), 1)
     assert "\n" not in str(error.value)
@@ -431,11 +431,11 @@ def test_settings_that_are_refused(overrides, message):
 @pytest.mark.parametrize(
     ("text", "size"), [("2GiB", 2 * 2**30), ("500MB", 500 * MB), ("1.5 gib", 3 * 2**29), ("4096", 4096)]
 )
-def test_budgets_are_bytes(text, size):
+def test_budget_is_parsed_to_bytes(text, size):
     assert resolve(load_config(["recompute=budget", f"recompute.budget={text}"]), 1).recompute.budget == size
 
 
-def test_the_names_that_keep_knows_are_the_savable_ops_of_the_blocks():
+def test_keep_accepts_exactly_savable_ops_of_blocks():
     savable = lambda m: {op.name for op in all_ops(m) if op.savable}
     dense, experts = (resolve(load_config([f"model={name}"]), 1).model for name in ("llama_debug", "deepseek_v3"))
     assert {*SAVABLE_OPS} == savable(dense)

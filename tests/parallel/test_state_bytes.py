@@ -31,7 +31,7 @@ def closed_form(plan: StatePlan, shards: int, numel: int) -> int:
 @pytest.mark.parametrize(("compute", "master"), [(BF16, FP32), (FP32, FP32), (FP64, FP64)])
 @pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_state_bytes_are_those_of_the_closed_form(zero, shards, compute, master, offload):
+def test_state_bytes_equal_closed_form(zero, shards, compute, master, offload):
     for spec in (ADAM, tuple(replace(s, dtype=BF16) for s in ADAM)):
         for ema in (False, True):
             plan = StatePlan(zero, compute, master, spec, ema=ema, offload=offload)
@@ -39,16 +39,16 @@ def test_state_bytes_are_those_of_the_closed_form(zero, shards, compute, master,
             assert held.on_device == closed_form(plan, shards, 1000)
 
 
-def test_state_bytes_of_one_offloaded_rank_have_no_shard_on_the_device():
+def test_state_bytes_with_offload_on_one_rank_are_on_host():
     held = state_bytes(StatePlan(3, BF16, FP32, ADAM, offload=True), 1, 1000)
     assert (held.on_device, held.on_host) == (1000 * (2 + 4), 1000 * (4 + 8))
 
 
-def test_state_bytes_of_a_length_that_the_shards_do_not_divide_are_those_of_equal_parts():
+def test_state_bytes_of_indivisible_length_are_padded():
     plan = StatePlan(3, BF16, FP32, ADAM)
     assert state_bytes(plan, 4, 10) == state_bytes(plan, 4, 12) and state_bytes(plan, 4, 10).on_device == 16 * 3
 
 
-def test_state_bytes_of_whole_tensors_are_left_to_their_owners():
+def test_state_bytes_of_unsharded_state_are_divided_over_owners():
     plan = StatePlan(1, BF16, FP32, ADAM, sharded_spec=False)
     assert state_bytes(plan, 4, 1000).sharded == 4 * 250

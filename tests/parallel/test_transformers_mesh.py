@@ -62,7 +62,7 @@ def theirs(packed: bool, lifted: bool) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("lifted", [pytest.param(False, marks=FULL), True], ids=["as-is", "lifted"])
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=FULL), True], ids=["whole", "packed"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[FULL] * (n not in SAMPLE)) for n in MESHES])
-def test_loss_and_gradients(name, packed, lifted):
+def test_loss_and_gradients_on_mesh_equal_transformers(name, packed, lifted):
     sizes = MESHES[name]
     ranks = torch.tensor(list(sizes.values())).prod().item()
     mesh = [f"mesh.{axis}={size}" for axis, size in sizes.items()]

@@ -48,7 +48,7 @@ def mixed(fn, *args):
 @pytest.mark.parametrize(
     "mesh", [name if name == "fsdp2 cp2" else pytest.param(name, marks=pytest.mark.full) for name in MESHES]
 )
-def test_units_of_several_groups_train_as_one_process_does(mesh):
+def test_units_with_different_groups_equal_one_process(mesh):
     overrides = MESHES[mesh]
     n = math.prod(int(o.partition("=")[2]) for o in overrides if o.startswith(AXES))
     changes = [o for o in overrides if o.startswith("model.")]
@@ -78,8 +78,8 @@ def save_and_load(overrides: list[str], folder: str) -> None:
 
 
 @pytest.mark.full
-def test_a_checkpoint_of_units_of_several_groups(tmp_path):
-    """Its elements are written once, read by every rank that holds them, and equal those of one process."""
+def test_units_with_different_groups_save_and_load_checkpoint(tmp_path):
+    """Elements are written once, read by every rank that holds them, and equal the checkpoint of one process."""
     one, many = tmp_path / "one", tmp_path / "many"
     run_ranks(save_and_load, 1, MODEL, str(one))
     run_ranks(mixed, 8, save_and_load, [*MODEL, "mesh.dp=2", "mesh.fsdp=2", "mesh.cp=2"], str(many))

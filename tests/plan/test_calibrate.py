@@ -21,7 +21,7 @@ TINY = [(64, 96, 4, 2, 128, 32, 1)]
 CPU = torch.device("cpu")
 
 
-def test_an_operator_is_timed_as_its_kernel():
+def test_kernel_times_records_operators_as_kernels():
     a, b = torch.randn(256, 512), torch.randn(512, 128)
     with KernelTimes(Clock(CPU)) as times:
         for _ in range(3):
@@ -34,14 +34,14 @@ def test_an_operator_is_timed_as_its_kernel():
     assert all(0 < s < 1 for spans in seconds.values() for s in spans)
 
 
-def test_a_cpu_clock_counts_work_and_no_waiting():
+def test_cpu_clock_does_not_count_sleep():
     clock = Clock(CPU)
     start = clock.now()
     time.sleep(0.2)
     assert clock.between(start, clock.now()) < 0.1
 
 
-def test_a_step_has_the_kernels_that_a_prediction_prices(monkeypatch):
+def test_timed_step_has_every_predicted_kernel(monkeypatch):
     monkeypatch.setattr(calibrate, "SHAPES", TINY)
     (cfg,) = calibrate.cases("fp32", 1, "cpu")
     timed = {k.op for k in time_case(cfg, Mesh(MeshSpec.of(cfg.mesh), 0, CPU), 1).passes_kernels}
@@ -53,7 +53,7 @@ def kernels(*samples):
     return {Kernel("memory", 0, nbytes, "fp32", (), op): seconds for op, nbytes, seconds in samples}
 
 
-def test_tables_keep_medians_in_order():
+def test_tables_hold_medians_sorted_by_size():
     case = CaseTimes(1, kernels(("mul", 800, [3.0, 1.0, 2.0]), ("mul", 8, [1.0])), kernels(("mul", 800, [9.0, 9.0])))
     matmul = Kernel("matmul", 2 * 2 * 3 * 4, 0, "bf16", (1, 2, 3, 4), "mm")
     case.passes_kernels[matmul] = [5.0]
@@ -63,24 +63,24 @@ def test_tables_keep_medians_in_order():
     assert tables["matmul"] == {"bf16": [[1, 2, 3, 4, 6.0]]} and tables["attention"] == {}
 
 
-def test_host_time_is_what_operators_leave():
+def test_host_rates_are_time_outside_operators():
     passes = kernels(("mul", 8, [0.1] * 20), ("add", 8, [0.2] * 20))  # ten of each in a step: 3 s
     updates = kernels(("_fused_adamw_", 8, [1.0] * 2), ("sqrt", 8, [0.5] * 2))
     case = CaseTimes(2, passes, updates, passes=[5.0, 5.0], updates=[2.0, 2.0])
     assert calibrate.host_rates([case]) == pytest.approx({"launch_s": 0.1, "step_s": 1.0})
 
 
-def test_the_launch_with_the_fastest_step_counts():
+def test_fastest_chooses_launch_with_fastest_step():
     disturbed, quiet, slow = (CaseTimes(2, steps_s=seconds) for seconds in ([3.0, 8.0], [2.5, 9.0], [3.5, 3.5]))
     assert fastest([disturbed, quiet, slow]) is quiet
 
 
-def test_the_share_of_a_core_is_that_of_the_steps():
+def test_share_of_core_is_work_over_step_time():
     half = CaseTimes(2, passes=[1.0, 2.0], updates=[0.5, 0.5], steps_s=[3.0, 5.0])
     assert calibrate._share_of_a_core([half, CaseTimes(1, passes=[1.0], updates=[1.0], steps_s=[4.0])]) == 0.5
 
 
-def test_launches_of_larger_cases_count_and_their_updates_do_not():
+def test_host_rates_use_larger_cases_but_not_their_updates():
     small, large, larger = (
         CaseTimes(1, kernels(("mul", 8, [n])), kernels(("_fused_adamw_", 8, [n])), [n + host], [n + host])
         for n, host in ((1.0, 0.1), (8.0, 0.3), (9.0, 0.4))
@@ -89,7 +89,7 @@ def test_launches_of_larger_cases_count_and_their_updates_do_not():
 
 
 @pytest.mark.full
-def test_every_model_is_cut_over_every_axis():
+def test_cases_shard_every_model_over_every_axis():
     models = {(c.model.hidden_size, c.train.seq_len, c.model.vocab_size) for c in calibrate.cases("bf16", 1, "cpu")}
     assert len(models) == len(calibrate.SHAPES)
     cut = [
@@ -102,8 +102,8 @@ def test_every_model_is_cut_over_every_axis():
 
 
 @pytest.mark.full
-def test_what_collectives_cost_beside_their_time_is_what_predictions_lack(monkeypatch):
-    """Steps that take as long as predictions with rates of ours say lead back to these rates, one of them disturbed."""
+def test_beside_collectives_recovers_interference_and_lateness(monkeypatch):
+    """Step times predicted with known rates, one of them disturbed, lead back to the same rates."""
     monkeypatch.setattr(calibrate, "SHAPES", [(2048, 5632, 16, 8, 8192, 2048, 2)] * 2)
     cfgs, hardware = calibrate.cases("bf16", 2, "cuda"), load_hardware("a100")
     own = {"interference": 0.6, "late_s": calibrate.LATE_S[20]}
@@ -123,7 +123,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
+def test_bad_argument_is_one_line_error(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args, text = MISTAKES[name]
     assert main(["calibrate", *args]) == 2

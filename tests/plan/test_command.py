@@ -13,7 +13,7 @@ from ndtrain.run.completion import candidates
 RUN = ["dry", "recipe=llama_debug", "hardware=h100"]
 
 
-def test_a_plan_of_a_gpu_mesh(tmp_path, capsys, recwarn):
+def test_plan_of_gpu_mesh_prints_table_and_writes_json(tmp_path, capsys, recwarn):
     args = [*RUN, "nodes=2", "mesh.pp=2", "mesh.fsdp=4", "mesh.tp=2", "mesh.zero=3", "precision.compute=bf16"]
     assert main([*args, "train.compile=false", f"json={tmp_path}/plan.json"]) == 0
     out = capsys.readouterr().out
@@ -27,7 +27,7 @@ def test_a_plan_of_a_gpu_mesh(tmp_path, capsys, recwarn):
 
 
 @pytest.mark.full
-def test_offloaded_state_is_no_device_memory(tmp_path, capsys):
+def test_plan_counts_offloaded_state_as_host_memory(tmp_path, capsys):
     peaks = []
     for offload in ("false", "true"):
         args = [*RUN, "ranks=2", "mesh.fsdp=2", "rank=0", f"optim.offload={offload}", f"json={tmp_path}/plan.json"]
@@ -55,7 +55,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
+def test_bad_argument_is_one_line_error(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "NESTED.yaml").write_text("[" * 5000)
     args, text = MISTAKES[name]
@@ -64,12 +64,12 @@ def test_a_mistake_is_one_line(name, capsys, tmp_path, monkeypatch):
     assert text in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_shipped_hardware():
+def test_shipped_hardware_files_load():
     assert known_hardware() == ["a100", "b200", "cpu", "h100", "h200"]
     for name in known_hardware():
         hardware = load_hardware(name)
         assert hardware.device == "cpu" or hardware.peak_tflops["bf16"] > hardware.peak_tflops["fp32"]
 
 
-def test_completion():
+def test_completion_offers_plans_and_keys():
     assert candidates("ndtrain plan ") == list(PLANS) and "mesh.tp=" in candidates("ndtrain plan dry mesh.t")

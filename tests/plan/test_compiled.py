@@ -30,14 +30,14 @@ def peak_of(function) -> tuple[int, int]:
     return made.peak_bytes, made.now
 
 
-def test_what_a_kernel_keeps_in_registers_is_no_memory():
+def test_peak_of_compiled_code_excludes_fused_intermediates():
     assert peak_of(between_matmuls) == (5 * MATRIX, MATRIX)
     with pretended_compiler():
         assert peak_of(torch.compile(between_matmuls)) == (2 * MATRIX, MATRIX)
 
 
-def test_saved_for_backward_is_what_the_partitioner_chooses():
-    """Of elementwise operators in a row it saves what the first one reads, and computes the rest again."""
+def test_compiled_code_saves_what_partitioner_chooses():
+    """For a chain of elementwise operators it saves the input of the first one, and recomputes the rest."""
     with pretended_compiler(), Allocations() as made:
         x = torch.empty(16, 16, device="meta", requires_grad=True)
         y = torch.compile(lambda x: x.sin().exp().sin())(x)
@@ -47,7 +47,7 @@ def test_saved_for_backward_is_what_the_partitioner_chooses():
 
 
 @pytest.mark.full
-def test_a_compiled_run_computes_the_same_in_less_memory():
+def test_compiled_dry_run_has_same_flops_and_less_memory():
     cfg = lambda compiled: resolve(load_config([*SHAPE, "mesh.fsdp=2", f"train.compile={compiled}"]), 2)
     auto, off = (dry_run(cfg(way), 0, "cuda") for way in ("auto", "false"))
     assert auto.compiled and not off.compiled

@@ -1,4 +1,4 @@
-"""The planner's pictures: their numbers stand where the axes say, and no text covers another or leaves the picture."""
+"""The planner's pictures: points match the axes, and no text covers another or leaves the picture."""
 
 import itertools
 import re
@@ -116,7 +116,7 @@ def test_every_colour_is_declared_for_light_and_dark(name):
     assert used and all(f".{c}{{color:" in light and f".{c}{{color:" in dark for c in used)
 
 
-def test_the_bars_of_a_waterfall_lead_from_the_peak_to_what_is_left():
+def test_waterfall_bars_connect_peak_to_mfu():
     root = ElementTree.fromstring(waterfall())
     bars = [(float(r.get("x")), float(r.get("width"))) for r in root.iter(f"{SVG}rect") if r.get("height") == "20"]
     left, whole = bars[0]
@@ -133,7 +133,7 @@ def test_the_bars_of_a_waterfall_lead_from_the_peak_to_what_is_left():
     assert {"matmul at peak", "40.0 %, 800 ms", "exposed fsdp", "-1.0 %, -20 ms"} <= texts and "launch" not in texts
 
 
-def test_points_of_goodput_stand_on_their_axes():
+def test_goodput_points_match_axes():
     drawn = curves()
     root = ElementTree.fromstring(goodput_svg(drawn))
     texts = {text.text: text for text in root.iter(f"{SVG}text")}
@@ -154,7 +154,7 @@ def test_every_family_and_regime_has_a_colour():
     assert tuple(FAMILY_COLOURS) == FAMILIES and tuple(REGIME_COLOURS) == REGIMES
 
 
-def test_lines_and_bands_of_scaling_stand_on_their_axes():
+def test_scaling_lines_and_bands_match_axes():
     drawn = scaling("strong", "weak")
     root = ElementTree.fromstring(scaling_svg(drawn))
     lines = [g for g in root.iter(f"{SVG}g") if g.get("class")]

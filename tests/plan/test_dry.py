@@ -117,13 +117,13 @@ def _compare(ranks: int, cases: list[str], real: Callable = _real) -> None:
 
 
 @pytest.mark.parametrize("ranks", DEFAULT)
-def test_dry_is_the_real_step(ranks):
+def test_dry_run_equals_real_step(ranks):
     _compare(ranks, DEFAULT[ranks])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", FULL)
-def test_dry_is_the_real_step_in_every_mode(ranks):
+def test_dry_run_equals_real_step_in_every_mode(ranks):
     _compare(ranks, FULL[ranks])
 
 
@@ -147,10 +147,10 @@ SHARED_EXPERTS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", SHARED_EXPERTS)
-def test_experts_on_other_ranks(ranks):
-    """With rows that are spread evenly."""
+def test_dry_run_with_ep_equals_real_step(ranks):
+    """The rows are spread evenly."""
     _compare(ranks, [f"{case} {EXPERTS} model.num_experts=8" for case in SHARED_EXPERTS[ranks]], _even)
 
 
-def test_the_cases_are_many():
+def test_dry_run_covers_at_least_40_cases():
     assert sum(map(len, [*DEFAULT.values(), *FULL.values()])) >= 40

@@ -59,7 +59,7 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_shares_of_a_run_that_restarts(name):
+def test_with_checkpoints_equals_simulated_failures(name):
     interval, saving, restart, mtbf = CHECKPOINTS[name]
     shares = with_checkpoints(interval, saving, restart, mtbf)
     expected = shares.training, shares.saving, shares.restarting
@@ -126,14 +126,14 @@ REPLICA_BOUND = {name: 0.01 if "none" in name else 0.002 for name in REPLICAS}  
 
 
 @pytest.mark.parametrize("name", REPLICAS)
-def test_goodput_of_replicas_that_are_lost_singly(name):
+def test_with_replicas_equals_simulated_failures(name):
     case = REPLICAS[name]
     shares = with_replicas(*case)
     assert simulated_replicas(*case) == pytest.approx(shares.training, abs=REPLICA_BOUND[name])
     assert sum(astuple(shares)) == pytest.approx(1) and min(astuple(shares)) >= 0
 
 
-def test_no_replica_is_left_as_often_as_in_a_simulation():
+def test_mtbf_of_all_equals_simulation():
     replicas, mtbf = Replicas(3, HOUR, 0.0), HOUR
     fleet, times, now = Fleet(replicas, mtbf), 0, 0.0
     for _ in range(50_000):
@@ -144,21 +144,21 @@ def test_no_replica_is_left_as_often_as_in_a_simulation():
     assert now / times == pytest.approx(mtbf_of_all(replicas, mtbf), rel=0.05)
 
 
-def test_dalys_own_figures():
+def test_daly_equals_figures_of_paper():
     """Figures 3 to 5 of the paper: a dump of 5 minutes, and the best interval for M of 24 h, 6 h and 15 min."""
     assert [round(daly(5, mtbf)) for mtbf in (24 * 60, 6 * 60)] == [117, 57]
     assert daly(5, 15) == pytest.approx(9.1, abs=0.05)
 
 
 @pytest.mark.parametrize("save_of_mtbf", [1e-4, 1e-2, 0.1, 0.5, 1.0])
-def test_no_interval_is_better_than_dalys(save_of_mtbf):
+def test_daly_interval_is_near_optimal(save_of_mtbf):
     goodput = lambda interval: with_checkpoints(interval, Saving(save_of_mtbf, 0), 0.3, 1.0).training
     best = max(goodput(math.exp(k / 200)) for k in range(-1400, 400))
     assert goodput(daly(save_of_mtbf, 1.0)) > 0.998 * best
     assert goodput(daly(save_of_mtbf, 1.0)) >= goodput(young(save_of_mtbf, 1.0))
 
 
-def test_rare_and_frequent_failures_are_no_error():
+def test_rare_and_frequent_failures_have_limits():
     calm = with_replicas(HOUR, Saving(1, 0), HOUR, Replicas(512, HOUR, MIN), 1e12)
     assert calm.training == pytest.approx(HOUR / (HOUR + 1), rel=1e-6)
     assert with_checkpoints(HOUR, Saving(1, 0), HOUR, 1.0).training == 0
@@ -166,7 +166,7 @@ def test_rare_and_frequent_failures_are_no_error():
 
 
 @pytest.mark.parametrize("saving, mtbf", [(Saving(0, 0), 767.6), (Saving(5, 60), 923), (Saving(5, 300), 1312)])
-def test_replicas_of_100000_gpus(saving, mtbf):
+def test_goodput_of_100000_gpus_equals_paper(saving, mtbf):
     """arXiv 2602.00277: 44 % effective training time with restarts of 10 minutes, 80 % with replicas that stall for 3.
     How long its saves take is not known; M follows from the 44 %."""
     interval = max(daly(saving.blocking, mtbf), saving.background, MIN)

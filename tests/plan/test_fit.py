@@ -31,7 +31,7 @@ def table(tmp_path_factory):
 
 
 @pytest.mark.full
-def test_rates_are_found_again_across_sources(table, tmp_path, capsys):
+def test_fit_recovers_rates_across_sources(table, tmp_path, capsys):
     args = ["fit", f"in={table}", f"json={tmp_path}/fit.json", f"svg={tmp_path}/fit.svg"]
     assert main(args) == 0
     made = json.loads((tmp_path / "fit.json").read_text())
@@ -44,7 +44,7 @@ def test_rates_are_found_again_across_sources(table, tmp_path, capsys):
     assert (tmp_path / "fit.svg").read_text().count('r="3.5"') == 8
 
 
-def test_without_a_fit_the_planner_is_judged(table, capsys):
+def test_fit_false_reports_accuracy_of_own_rates(table, capsys):
     assert main(["fit", f"in={table}", "fit=false"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("rates of the planner") and "cross-validation" not in out
@@ -52,7 +52,7 @@ def test_without_a_fit_the_planner_is_judged(table, capsys):
     assert float(everything.split()[2]) > 5, "its rates are not those that made the table"
 
 
-def test_a_table_without_measurements_is_one_line(tmp_path, capsys):
+def test_table_without_measurements_is_one_line_error(tmp_path, capsys):
     source = written(tmp_path / "in.csv", [ROW])
     assert main(["fit", f"in={source}"]) == 2
     assert "no row has a measured step time and can be priced" in capsys.readouterr().err

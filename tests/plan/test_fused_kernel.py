@@ -1,4 +1,4 @@
-"""What compiled code makes again in its backward does not depend on where storages lie."""
+"""Recomputed results in the backward of compiled code do not depend on the ids of storages."""
 
 import pytest
 import torch
@@ -30,5 +30,5 @@ def again(operand_is_freed: bool) -> bool:
 
 
 @pytest.mark.parametrize("freed", [False, True])
-def test_what_has_lost_its_operand_is_kept(freed):
+def test_result_with_freed_operand_is_kept(freed):
     assert again(freed) is not freed

@@ -39,7 +39,7 @@ def goodputs(assumed: Assumptions) -> dict[str, float]:
     return {p.name: p.shares.training for p in plans_of(cluster, assumed, STEP_S)}
 
 
-def test_llama_3s_effective_training_time():
+def test_goodput_of_llama_3_equals_paper():
     """More than 90 % on the paper's failures: 419 unexpected interruptions in 54 days on 16,384 GPUs. The restart is
     assumed, since the paper does not give it: 10 minutes by default, and no more than 15 for the slower way."""
     cluster = cluster_of(planned(LLAMA3, 2048), H100, Assumptions(), 16384)
@@ -51,7 +51,7 @@ def test_llama_3s_effective_training_time():
     assert goodputs(Assumptions(reschedule_s=1100))["synchronous"] < 0.9  # 21 minutes: no longer
 
 
-def test_a_checkpoint_has_the_bytes_of_its_files():
+def test_checkpoint_bytes_equal_file_sizes():
     cfg = planned(("recipe=llama_debug", "mesh.tp=2", "mesh.fsdp=4", "optim.ema=0.99", "train.compile=false"), 1)
     spec = MeshSpec.of(cfg.mesh)
     with pretended_world(0, spec.world_size, "cuda"):
@@ -60,7 +60,7 @@ def test_a_checkpoint_has_the_bytes_of_its_files():
     assert files.bytes == pytest.approx(checkpoint_bytes(cfg.model, state_plan(cfg)), rel=headers)
 
 
-def test_what_a_cluster_saves_and_loads():
+def test_cluster_write_and_load_times_equal_hand_calculation():
     cfg = planned(LLAMA3, 2048)
     size = checkpoint_bytes(cfg.model, state_plan(cfg))
     assert size == pytest.approx(12 * 405.9e9, rel=1e-3)
@@ -73,7 +73,7 @@ def test_what_a_cluster_saves_and_loads():
     assert large.mtbf_s == pytest.approx(small.mtbf_s / 128)
 
 
-def test_the_interval_is_no_shorter_than_a_save_or_a_step():
+def test_interval_is_at_least_one_save_and_step():
     cfg = planned(LLAMA3, 2048)
     slow = Assumptions(storage_gb_s=10.0)  # 487 s for a checkpoint
     cluster = cluster_of(cfg, H100, slow, 16384)
@@ -84,7 +84,7 @@ def test_the_interval_is_no_shorter_than_a_save_or_a_step():
     assert {p.interval_s for p in plans_of(cluster, Assumptions(longest_interval_h=0.001), 1000.0)} == {1000.0}
 
 
-def test_curves_hold_the_run_and_keep_the_size_of_its_replicas():
+def test_curves_include_run_and_keep_replica_size():
     curves = curves_of(planned(LLAMA3, 2048), H100, Assumptions(), STEP_S)
     of = {curve.name: curve for curve in curves.curves}
     assert curves.gpus == 16384 and of["synchronous"].gpus == tuple(128 << k for k in range(11))
@@ -95,7 +95,7 @@ def test_curves_hold_the_run_and_keep_the_size_of_its_replicas():
     assert rest.shares.training < 0.7 < 0.8 < tolerant.shares.training
 
 
-def test_the_table_the_json_and_the_drawing(tmp_path, capsys):
+def test_goodput_command_writes_table_json_and_svg(tmp_path, capsys):
     files = [f"json={tmp_path}/plan.json", f"svg={tmp_path}/plan.svg"]
     args = [*RUN, "nodes=4", "mesh.fsdp=-1", "train.steps=100000", "price=3", "checkpoint.every=1000", *files]
     assert main([*args, "train.global_batch=64"]) == 0
@@ -112,7 +112,7 @@ def test_the_table_the_json_and_the_drawing(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_the_step_is_predicted_unless_it_is_given(tmp_path):
+def test_step_time_is_predicted_unless_given(tmp_path):
     overrides = ["recipe=llama_debug", "precision.compute=bf16"]
     assert main(["goodput", *overrides, "hardware=h100", "ranks=1", f"json={tmp_path}/plan.json"]) == 0
     cfg = planned_config(overrides, RunOptions(hardware="h100", ranks=1), H100)
@@ -137,14 +137,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, capsys):
+def test_bad_argument_is_one_line_error(name, capsys):
     args, text = MISTAKES[name]
     assert main([*RUN, *args]) == 2
     err = capsys.readouterr().err
     assert text in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_durations():
+def test_duration_chooses_readable_unit():
     seconds = {
         0.0198: "0.0198 s",
         119: "119 s",

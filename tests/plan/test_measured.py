@@ -40,20 +40,20 @@ def matmul(size: int) -> Kernel:
     return Kernel("matmul", 2 * size**3, 0, "fp32", (1, size, size, size), "mm")
 
 
-def test_between_two_sizes_time_is_a_line_in_logarithms():
+def test_along_interpolates_in_logarithms():
     points = [[100, 1e-6], [10_000, 1e-4]]
     assert along(points, 300) == pytest.approx(3e-6)
     assert along(points, 10) == 1e-6 and along(points, 20_000) == 2e-4
 
 
-def test_a_rate_between_shapes_is_that_of_the_nearest():
+def test_near_rate_favours_nearest_shape():
     points = [((64, 64), 1.0), ((256, 256), 4.0)]
     assert near_rate(points, (64, 64)) == 1.0 and near_rate(points, (256, 256)) == 4.0
     assert near_rate(points, (128, 128)) == pytest.approx(2.0)
     assert near_rate(points, (80, 80)) < 2 < near_rate(points, (200, 200))
 
 
-def test_kernels_of_one_rank_and_of_several():
+def test_kernel_time_depends_on_ranks_sharing_cores():
     measured = Measured.of(PLAIN)
     assert measured.kernel(matmul(64), 1) == pytest.approx(2 * 64**3 / 1e10)
     assert measured.kernel(memory("mul", 100), 1) == 1e-6
@@ -67,7 +67,7 @@ def test_kernels_of_one_rank_and_of_several():
         measured.kernel(matmul(64)._replace(dtype="bf16"), 1)
 
 
-def test_an_operator_that_is_measured_at_a_few_bytes_says_nothing_of_many():
+def test_kernel_measured_only_at_few_bytes_uses_typical_time():
     many = {"mul fp32": [[16, 2e-5], [2**20, 1e-4]], "add fp32": [[2**22, 4e-4]]}
     few = {f"{op} fp32": [[16, 2e-5]] for op in ("eq", "ne", "abs")}
     tables = {"matmul": {}, "attention": {}, "memory": many | few}
@@ -79,7 +79,7 @@ def test_an_operator_that_is_measured_at_a_few_bytes_says_nothing_of_many():
     assert of("cat", 2**26) == pytest.approx(64e-4), "beyond all that is measured"
 
 
-def test_collectives_of_groups_that_are_not_measured():
+def test_collective_of_unmeasured_group_is_scaled():
     measured = Measured.of(PLAIN)
     assert measured.collective("all_gather", 1000, 2, 4) == 2e-4
     assert measured.collective("all_gather", 1000, 4, 8) == pytest.approx(2 * 3e-4), "twice as many share the links"
@@ -94,7 +94,7 @@ def described(tmp_path, **changes):
     return load_hardware(str(path))
 
 
-def test_measured_times_count_instead_of_formulas(tmp_path):
+def test_measured_times_replace_formulas(tmp_path):
     mesh = MeshSpec.of(MeshConfig(dp=4))
     prices = Prices(described(tmp_path), Rates(launch_s=1e-5), mesh)
     assert prices.kernel(memory("mul", 100)) == pytest.approx(2 * (2e-6 + 1e-5)), "the host's time is shared, too"
@@ -102,13 +102,13 @@ def test_measured_times_count_instead_of_formulas(tmp_path):
     assert prices.collective("dp", "all_gather", 1000) == 3e-4 and prices.ranks_a_core == 2
 
 
-def test_a_collective_measured_on_shared_cores_is_late_as_it_is(tmp_path):
+def test_late_s_is_zero_on_shared_cores(tmp_path):
     hardware, rates = described(tmp_path), Rates(late_s=1e-3)
     assert [Prices(hardware, rates, MeshSpec.of(MeshConfig(dp=dp))).late_s for dp in (2, 4)] == [1e-3, 0]
 
 
 def test_ranks_that_wait_leave_their_core_to_others(tmp_path):
-    """Four pipeline ranks on two cores: the bubble of a rank is another one's time."""
+    """Four pipeline ranks run on two cores: while one rank waits, another uses its core."""
     attention = {f"{op} fp32": [[1, 4, 64, 64, 32, 1_000_000, 1e-3]] for op in (SDPA, f"{SDPA}_backward")}
     collectives = {op: {"4 of 4": [[1000, 1e-6]]} for op in ("all_gather", "all_reduce", "send_recv")}
     kernels = {1: TABLES | {"attention": attention}}
@@ -149,7 +149,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_section_is_one_line(tmp_path, name):
+def test_broken_measured_section_is_one_line_error(tmp_path, name):
     measured, text = BROKEN[name]
     with pytest.raises(ConfigError) as raised:
         described(tmp_path, measured=measured)
@@ -157,18 +157,18 @@ def test_a_broken_section_is_one_line(tmp_path, name):
     assert str(raised.value).endswith("run `ndtrain plan calibrate` again")
 
 
-def test_what_a_calibration_may_find_is_taken(tmp_path):
+def test_smallest_calibrated_rates_are_accepted(tmp_path):
     found = {"launch_s": 1e-7, "step_s": 1e-7, "interference": min(INTERFERENCE), "late_s": min(LATE_S)}
     assert described(tmp_path, rates=found).rates == found
 
 
 @pytest.mark.parametrize("rate", [-0.1, None, "fast", math.inf])
-def test_a_rate_that_is_none_is_one_line(tmp_path, rate):
+def test_invalid_rate_is_one_line_error(tmp_path, rate):
     with pytest.raises(ConfigError, match=rf"^hardware=\S+: rates\.late_s={rate}: must be a number, at least 0$"):
         described(tmp_path, rates={"late_s": rate})
 
 
-def test_a_part_of_a_file_is_refused(tmp_path):
+def test_truncated_hardware_file_is_refused(tmp_path):
     path = tmp_path / "this.yaml"
     write(path, DESCRIPTION, "measured on this")
     text = path.read_text()

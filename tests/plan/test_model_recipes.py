@@ -41,17 +41,17 @@ def config(row: str) -> Config:
 
 
 @pytest.mark.parametrize("words", PARAMETERS)
-def test_the_model_has_the_published_number_of_parameters(words):
+def test_recipe_has_published_number_of_parameters(words):
     assert parameter_count(load_config(words.split()).model) == PARAMETERS[words]
 
 
-def test_every_row_is_of_a_model_whose_parameters_are_counted():
+def test_every_documented_recipe_has_counted_parameters():
     listed = {" ".join(w for w in words if w.startswith(("recipe=", "model="))) for _, words in ROWS.values()}
     assert listed <= set(PARAMETERS) and len(listed) >= 10 and {gpus for gpus, _ in ROWS.values()} == {1, 8, 64}
 
 
 @pytest.mark.full
-def test_the_recipes_continue_with_a_small_rate():
+def test_recipes_use_small_learning_rate():
     for words in PARAMETERS:
         cfg = load_config(words.split())
         assert cfg.optim.lr <= 5e-5 and cfg.precision.compute == "bf16" and cfg.mesh.fsdp == -1
@@ -68,11 +68,11 @@ def fits(row: str) -> None:
 
 
 @pytest.mark.full
-def test_the_smallest_model_fits_on_one_gpu():
+def test_smallest_recipe_fits_on_one_gpu():
     fits(next(row for row in ROWS if row.startswith("recipe=qwen3_0_6b") and row.endswith(" on 1")))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_of_the_page_fits(row):
+def test_every_documented_recipe_fits(row):
     fits(row)

@@ -38,11 +38,11 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("what", COUNTED)
-def test_bytes(what):
+def test_bytes_of_operator_equal_hand_count(what):
     func, args, kwargs, expected = COUNTED[what]
     assert bytes_of(func, *args, **kwargs) == expected
 
 
-def test_views_and_allocations_are_free():
+def test_views_and_allocations_cost_nothing():
     assert all(map(is_free, (aten.t.default, aten.view.default, aten.empty_like.default, aten.detach.default)))
     assert not any(map(is_free, (aten.clone.default, aten._to_copy.default, aten.cat.default)))

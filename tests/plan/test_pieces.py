@@ -132,14 +132,14 @@ def compare(case: str, device: str, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("case", DEFAULT)
-def test_pieces_add_up_to_the_step(case, monkeypatch):
+def test_pieces_add_up_to_dry_run(case, monkeypatch):
     compare(case, "cuda", monkeypatch)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("case", DEFAULT + FULL)
-def test_pieces_add_up_to_the_step_in_every_mode(case, device, monkeypatch):
+def test_pieces_add_up_to_dry_run_in_every_mode(case, device, monkeypatch):
     compare(case, device, monkeypatch)
 
 
@@ -181,7 +181,7 @@ def donated_buffers(donated: bool) -> Iterator[None]:
 @pytest.mark.full
 @pytest.mark.parametrize("compiled", ["false", "true"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_memory_is_that_of_a_real_step(recompute, compiled):
+def test_memory_of_pieces_equals_real_step(recompute, compiled):
     cfg = resolve(load_config([*LARGER, f"train.compile={compiled}", f"recompute={recompute}"]), 1)
     recorded = record_pieces(cfg, "cpu")
     _, peak = peak_of([recorded.recorded[v] for v in variants(*program_of(cfg, 0, "cpu"))])
@@ -217,7 +217,7 @@ def test_matmuls_have_their_shapes_and_bytes():
     assert fresh.bytes == dw.bytes - 4 * E * F  # or overwrites it
 
 
-def test_experts_that_are_whole_on_a_rank_add_to_their_gradients():
+def test_whole_experts_accumulate_into_their_gradients():
     """With ep=2 over fsdp=2 the ranks reduce and then overwrite the gradients of all else."""
     f, rows = 48, 64  # of each of the four experts of a rank
     for zero in (1, 3):
@@ -227,14 +227,14 @@ def test_experts_that_are_whole_on_a_rank_add_to_their_gradients():
         assert of_downs == [2 * rows * (E + f) + 2 * 4 * E * f] * 4
 
 
-def test_attention_is_one_kernel():
+def test_attention_is_one_kernel_with_visible_pairs():
     forward, backward = (kernels(piece(BF16, kind), "attention") for kind in "FB")
     pairs = 2 * 8 * 64 * 65 // 2
     assert [(k.shape, k.flops) for k in forward] == [((2, 8, 64, 64, 8), 4 * 8 * pairs)]
     assert [k.flops for k in backward] == [10 * 8 * pairs]
 
 
-def test_packed_documents_are_one_call_of_their_visible_pairs():
+def test_packed_attention_counts_visible_pairs():
     """On a GPU one kernel computes all documents; on a CPU each is a tile."""
     case = f"{BF16} data.pack=true"
     on_gpu, on_cpu = (kernels(piece(case, device=device), "attention") for device in ("cuda", "cpu"))
@@ -242,12 +242,12 @@ def test_packed_documents_are_one_call_of_their_visible_pairs():
     assert on_gpu[0].flops == sum(k.flops for k in on_cpu)
 
 
-def test_a_window_hides_pairs():
+def test_sliding_window_reduces_attention_flops():
     window = kernels(piece(f"{BF16} model.sliding_window=16 model.model_type=mistral"), "attention")
     assert [k.flops for k in window] == [4 * 8 * 2 * 8 * (16 * 17 // 2 + 48 * 16)]
 
 
-def test_overlapped_messages_travel_while_matmuls_run():
+def test_overlapped_collectives_span_matmuls():
     events = piece("mesh.tp=4 tp.overlap=true").events
     launched = {e.work: i for i, e in enumerate(events) if isinstance(e, Collective)}
     waited = {e.work: i for i, e in enumerate(events) if isinstance(e, Wait)}
@@ -256,7 +256,7 @@ def test_overlapped_messages_travel_while_matmuls_run():
     assert all(any(isinstance(e, Kernel) and e.kind == "matmul" for e in meanwhile) for meanwhile in between)
 
 
-def test_a_recompute_skips_what_is_saved():
+def test_recompute_piece_skips_saved_ops():
     saved = frozenset({"core", "gate_up_proj"})
     case = f"{BF16} recompute=selective recompute.keep=[core,gate_up_proj]"
     shape_only = frozenset({"down_proj"})
@@ -266,13 +266,13 @@ def test_a_recompute_skips_what_is_saved():
     assert kernels(first, "attention") and not kernels(again, "attention")
 
 
-def test_split_backwards_do_the_same_work():
+def test_split_backward_pieces_do_same_work():
     whole, *halves = (piece("mesh.pp=2 schedule=zb_v", kind) for kind in "BIW")
     assert totals([whole])[0] == totals(halves)[0]
     assert halves[0].kept_bytes > whole.kept_bytes == sum(p.kept_bytes for p in halves)
 
 
-def test_compiled_blocks_fuse_and_make_cheap_results_again():
+def test_compiled_piece_fuses_and_recomputes_cheap_results():
     eager, compiled = (piece(f"{BF16} mesh.tp=2 train.compile={on}") for on in ("false", "true"))
     assert [e for e in compiled.events if not isinstance(e, Kernel) or e.kind != "memory"] == [
         e for e in eager.events if not isinstance(e, Kernel) or e.kind != "memory"
@@ -282,7 +282,7 @@ def test_compiled_blocks_fuse_and_make_cheap_results_again():
     assert eager.kept_bytes - compiled.kept_bytes == 2 * N * F // 2  # silu(gate)
 
 
-def test_other_ranks_and_layers_need_no_other_recording(monkeypatch):
+def test_pieces_are_shared_across_ranks_and_layers(monkeypatch):
     cases = [
         "mesh.tp=2", "mesh.tp=2 model.num_hidden_layers=9", "mesh.tp=2 mesh.dp=4", "mesh.tp=2 train.global_batch=16",
         "mesh.tp=2 mesh.pp=2 mesh.fsdp=2", "mesh.tp=2 optim.lr=1",
@@ -293,7 +293,7 @@ def test_other_ranks_and_layers_need_no_other_recording(monkeypatch):
         assert record_pieces(config(case), "cpu") is not pieces[0]
 
 
-def test_what_cannot_be_planned_is_refused():
+def test_record_pieces_refuses_unsupported_settings():
     with pytest.raises(ConfigError, match=r"^recompute=budget: "):
         record_pieces(config("recompute=budget recompute.budget=1GB"), "cpu")
     with pytest.raises(ConfigError, match=r"hardware.attention=math"):
@@ -301,6 +301,6 @@ def test_what_cannot_be_planned_is_refused():
     assert record_pieces(config("model.alibi=true"), "cpu").recorded[Variant("F", "block")].events
 
 
-def test_bytes_of_an_update():
+def test_update_bytes_equal_hand_count():
     assert update_bytes(config("")) == 4 + 3 * 8
     assert update_bytes(config("optim.state_dtype=bf16 optim.ema=0.9")) == 4 + 8 + 2 * 4 + 8

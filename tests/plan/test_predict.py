@@ -53,7 +53,7 @@ MORE_MEMORY = {
 @pytest.mark.parametrize(
     ("mesh", "ranks"), [*MEMORY.items(), *(pytest.param(*c, marks=pytest.mark.full) for c in MORE_MEMORY.items())]
 )
-def test_state_is_that_of_the_dry_run_and_the_peak_within_a_hundredth(mesh, ranks):
+def test_predicted_state_equals_dry_run_and_peak_within_1_percent(mesh, ranks):
     cfg = configured(f"train.compile=false {mesh}", ranks)
     plan, spec = plan_step(cfg, "cuda"), MeshSpec.of(cfg.mesh)
     for pp, own in enumerate(plan.program.ranks):
@@ -68,7 +68,7 @@ def test_state_is_that_of_the_dry_run_and_the_peak_within_a_hundredth(mesh, rank
 # ------------------------------------------------------------------------------------------------------- the prediction
 
 
-def test_the_waterfall_sums_to_the_step_and_has_no_negative_part():
+def test_waterfall_sums_to_step_time_without_negative_parts():
     cfg = configured("mesh.pp=2 mesh.dp=2 mesh.fsdp=2 mesh.cp=2 mesh.tp=2 recompute=full", 32)
     p = Predictor(H100).predict(cfg)
     assert sum(p.waterfall.values()) == pytest.approx(p.step_time_s, rel=1e-9)
@@ -77,7 +77,7 @@ def test_the_waterfall_sums_to_the_step_and_has_no_negative_part():
     assert p.waterfall["recompute"] > 0 and p.waterfall["bubble"] > 0 and p.hfu > p.mfu
 
 
-def test_mfu_is_what_a_run_logs():
+def test_predicted_mfu_follows_formula_of_logged_mfu():
     cfg = configured("mesh.fsdp=2", 2)
     p = Predictor(H100).predict(cfg, explain=False)
     t = cfg.train
@@ -87,7 +87,7 @@ def test_mfu_is_what_a_run_logs():
     assert p.hfu == pytest.approx(p.mfu)
 
 
-def test_the_command(tmp_path, capsys):
+def test_predict_command_writes_table_json_and_svg(tmp_path, capsys):
     run = ["recipe=llama3_8b", "hardware=h100", "nodes=1", "mesh.fsdp=8"]
     assert main(["predict", *run, f"json={tmp_path}/prediction.json", f"svg={tmp_path}/step.svg"]) == 0
     out = capsys.readouterr().out
@@ -121,7 +121,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, capsys):
+def test_bad_argument_is_one_line_error(name, capsys):
     args, text = MISTAKES[name]
     assert main(["predict", "recipe=llama_debug", *args]) == 2
     err = capsys.readouterr().err
@@ -138,7 +138,7 @@ LARGE = (
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
-def test_a_balance_loss_over_the_whole_batch_takes_a_forward_more(recompute):
+def test_hf_balance_costs_one_more_forward(recompute):
     plain, ahead = (of_experts(more=f"moe.balance={balance} recompute={recompute}") for balance in ("none", "hf"))
     forward = plain.waterfall["matmul at peak"] / 3
     assert ahead.waterfall["matmul at peak"] - plain.waterfall["matmul at peak"] == pytest.approx(forward, rel=0.1)
@@ -153,13 +153,13 @@ def of_experts(imbalance: float = 1.0, more: str = ""):
 
 
 @pytest.mark.full
-def test_buffers_of_a_capacity_are_as_large_however_rows_are_routed():
+def test_capacity_prediction_ignores_imbalance():
     predicted = [of_experts(imbalance, "moe.capacity=1.5") for imbalance in (1.0, 2.0)]
     assert predicted[0] == predicted[1]
 
 
 @pytest.mark.full
-def test_a_fuller_rank_holds_up_the_others():
+def test_imbalance_delays_all_ranks():
     even, uneven = of_experts(), of_experts(imbalance=1.5)
     assert uneven.waterfall["exposed ep"] == pytest.approx(1.5 * even.waterfall["exposed ep"], rel=0.02)
     grown = uneven.waterfall["matmul at peak"] / even.waterfall["matmul at peak"]
@@ -169,7 +169,7 @@ def test_a_fuller_rank_holds_up_the_others():
     assert alone[1] == pytest.approx(alone[0], rel=1e-3), "all rows of a rank are its own"
 
 
-def test_rows_of_few_tokens_waste_tiles():
+def test_grouped_matmul_of_few_rows_wastes_tiles():
     """The same work in more groups takes longer, by half a tile of rows each."""
     prices = Prices(H100, Rates(kernel_s=0), MeshSpec.of(configured("", 1).mesh))
     seconds = lambda groups: prices.kernel(
@@ -178,7 +178,7 @@ def test_rows_of_few_tokens_waste_tiles():
     assert seconds(64) / seconds(1) == pytest.approx((1 + 64 / 128) / (1 + 64 / 8192))
 
 
-def test_exchanges_between_hosts_cost_more():
+def test_expert_exchange_between_hosts_costs_more():
     within = of_experts().waterfall["exposed ep"]
     across = Predictor(replace(H100, gpus_per_node=4)).predict(configured(LARGE, 8)).waterfall["exposed ep"]
     assert across > 3 * within > 0

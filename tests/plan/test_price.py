@@ -24,7 +24,7 @@ def prices(**sizes: int) -> Prices:
     return Prices(MACHINE, RATES, MeshSpec(axes, tuple(sizes.get(a, 1) for a in axes)))
 
 
-def test_a_kernel_takes_what_bounds_it():
+def test_kernel_time_is_bound_by_flops_or_bytes():
     p = prices()
     assert p.kernel(Kernel("matmul", 10**12, 0, "bf16")) == pytest.approx(2 + 0.125)
     assert p.kernel(Kernel("attention", 10**12, 0, "bf16")) == pytest.approx(4 + 0.125)
@@ -32,13 +32,13 @@ def test_a_kernel_takes_what_bounds_it():
     assert p.kernel(Kernel("memory", 0, GB, "fp32")) == pytest.approx(2 + 0.125)
 
 
-def test_a_gpu_with_fp8_holds_a_share_of_its_peak():
+def test_gpu_with_fp8_sustains_share_of_peak():
     hopper = Prices(replace(MACHINE, peak_tflops={"bf16": 1, "fp8": 2}), RATES, MeshSpec(("tp",), (1,)))
     assert hopper.kernel(Kernel("matmul", 10**12, 0, "bf16")) == pytest.approx(2 / 0.8 + 0.125)
     assert hopper.kernel(Kernel("matmul", 10**12, 0, "fp8")) == pytest.approx(1 / 0.8 + 0.125)
 
 
-def test_a_cpu_is_its_own_host():
+def test_cpu_kernel_time_includes_launch():
     cpu = Prices(replace(MACHINE, device="cpu"), RATES, MeshSpec(("tp",), (1,)))
     assert cpu.launch_s == 0 and cpu.kernel(Kernel("memory", 0, 0, "fp32")) == pytest.approx(0.125 + 0.5)
     assert prices().launch_s == 0.5
@@ -61,41 +61,41 @@ COLLECTIVES = {  # mesh, axis, op, seconds of 8 GB
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_a_collective_takes_what_its_tier_takes(name):
+def test_collective_time_follows_link_tier(name):
     sizes, axis, op, seconds = COLLECTIVES[name]
     assert prices(**sizes).collective(axis, op, 8 * GB) == pytest.approx(seconds)
 
 
-def test_an_all_reduce_of_many_bytes_goes_around_a_ring_and_a_small_one_up_a_tree():
+def test_small_all_reduce_uses_tree_latency():
     many, host = prices(dp=512, tp=8), prices(tp=8)
     assert many.collective("dp", "all_reduce", 0) == pytest.approx(2 * 9 * 0.01)
     assert host.collective("tp", "all_gather", 0) == pytest.approx(7 * 0.001)
 
 
-def test_a_message_crosses_hosts_where_the_next_stage_is_on_another():
+def test_message_time_depends_on_host_of_next_stage():
     assert prices(pp=2, tp=8).message("pp", GB) == pytest.approx(1.01)
     assert prices(pp=2, tp=4).message("pp", GB) == pytest.approx(0.101)
 
 
-def test_fp8_falls_back_to_bf16():
+def test_fp8_peak_falls_back_to_bf16():
     assert peak_flops(MACHINE, "fp8") == 10**12
     assert peak_flops(load_hardware("h100"), "fp8") == 1979e12
 
 
-def test_a_missing_rate_is_one_line():
+def test_missing_rate_is_one_line_error():
     with pytest.raises(ConfigError, match=r"^hardware=cpu: peak_tflops\.bf16 is missing: .*calibrate`$"):
         peak_flops(load_hardware("cpu"), "bf16")
     with pytest.raises(ConfigError, match="hardware=cpu: memory_gb_s is missing"):
         Prices(load_hardware("cpu"), RATES, MeshSpec(("tp",), (1,))).kernel(Kernel("memory", 0, GB, "fp32"))
 
 
-def test_measured_rates_of_a_description_go_before_the_planners():
+def test_rates_of_description_override_planner():
     assert rates_of(replace(MACHINE, rates={"matmul": 0.9}), RATES) == replace(RATES, matmul=0.9)
     with pytest.raises(ConfigError, match=r"rates\.matmull: no such rate; did you mean 'matmul'\?"):
         rates_of(replace(MACHINE, rates={"matmull": 0.9}))
 
 
-def test_a_machine_may_lack_a_cost_but_no_efficiency():
+def test_rates_of_allows_zero_cost_but_no_zero_efficiency():
     none = dict.fromkeys(ADDED, 0.0)
     assert rates_of(replace(MACHINE, rates=none), RATES) == replace(RATES, **none)
     for f in fields(Rates):

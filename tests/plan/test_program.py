@@ -43,7 +43,7 @@ MORE_MESHES = {
 @pytest.mark.parametrize(
     ("mesh", "ranks"), [*MESHES.items(), *(pytest.param(*c, marks=pytest.mark.full) for c in MORE_MESHES.items())]
 )
-def test_gathers_reductions_and_messages_are_those_of_the_dry_run(mesh, ranks):
+def test_program_has_collectives_of_dry_run(mesh, ranks):
     cfg = resolve(load_config([*SHAPE, "train.compile=false", *mesh.split()]), ranks)
     program, spec = StepProgram.of(cfg), MeshSpec.of(cfg.mesh)
     for pp, own in enumerate(program.ranks):
@@ -77,7 +77,7 @@ MORE_HOW = [
 
 
 @pytest.mark.parametrize("how", [*HOW, *(pytest.param(how, marks=pytest.mark.full) for how in MORE_HOW)])
-def test_launches_and_waits_are_in_the_executors_order(how):
+def test_program_launches_and_waits_in_executor_order(how):
     """Gathers, reductions, sums over replicas, messages and the waits for them, on real stages whose collectives carry
     nothing. A balance loss over the whole batch has a forward before the step."""
     overrides = [*SHAPE, "model.num_hidden_layers=8", "mesh.pp=2", "mesh.fsdp=2", "precision.compute=fp32"]
@@ -137,7 +137,7 @@ def _of(real: dict[tuple[str, str], Traffic], axis: str, op: str) -> tuple[int, 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
 def test_a_stage_of_one_unit_has_one_reduction_at_a_time(schedule):
-    """Stages of one layer, whose only unit is reduced in one backward after another."""
+    """Stages have one layer each, whose only unit is reduced after one backward and then after the next."""
     how = [f"schedule={schedule}", "mesh.pp=4", "mesh.fsdp=2", "mesh.zero=2", "train.compile=false"]
     layers = 4 if schedule == "1f1b" else 8
     step = StepProgram.of(resolve(load_config([*SHAPE, f"model.num_hidden_layers={layers}", *how]), 8))
@@ -147,7 +147,7 @@ def test_a_stage_of_one_unit_has_one_reduction_at_a_time(schedule):
         assert ends and ends == [Reduce, Collect] * (len(ends) // 2)
 
 
-def test_a_step_whose_send_is_left_out_is_no_proof():
+def test_prove_finds_deadlock_of_missing_send():
     cfg = resolve(load_config([*SHAPE, "mesh.pp=2", "schedule=1f1b", "train.compile=false"]), 2)
     step = StepProgram.of(cfg)
     step.prove()
@@ -161,8 +161,8 @@ def test_a_step_whose_send_is_left_out_is_no_proof():
 
 
 @pytest.mark.parametrize("fault", [Gather, Reduce, Sum])
-def test_a_launch_left_out_is_found(fault):
-    """The comparison above would see it."""
+def test_order_comparison_finds_missing_launch(fault):
+    """The comparison above would find it."""
     cfg = resolve(load_config([*SHAPE, "mesh.fsdp=2", "mesh.dp=2", "mesh.zero=3", "train.compile=false"]), 4)
     plan = StepProgram.of(cfg).ranks[0]
     whole = list(_as_planned(plan))
@@ -173,7 +173,7 @@ def test_a_launch_left_out_is_found(fault):
     assert list(_as_planned(replace(plan, program=program))) != whole
 
 
-def test_the_command_prints_every_op_once(tmp_path, capsys):
+def test_program_command_prints_every_op_once(tmp_path, capsys):
     run = ["recipe=llama_debug", "hardware=cpu", "mesh.pp=2", "mesh.fsdp=2", "mesh.zero=2", "rank=2"]
     assert main(["program", *run, f"json={tmp_path / 'program.json'}"]) == 0
     out, made = capsys.readouterr().out, json.loads((tmp_path / "program.json").read_text())
@@ -187,7 +187,7 @@ def test_the_command_prints_every_op_once(tmp_path, capsys):
     assert "rank=4: there are 4 ranks, 0 to 3" in capsys.readouterr().err
 
 
-def test_the_command_writes_actions_that_do_the_same_once(capsys):
+def test_program_command_prints_equal_actions_once(capsys):
     assert main(["program", "recipe=llama_debug", "hardware=cpu", "train.global_batch=64", "mesh.fsdp=2"]) == 0
     out = capsys.readouterr().out
     assert out.count("run      forward of model.layers.0") <= 3 and re.search(r", as F\(microbatch \d, stage 0\)", out)

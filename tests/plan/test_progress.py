@@ -13,27 +13,27 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_file_gets_lines():
+def test_progress_writes_lines_to_file():
     out = io.StringIO()
     assert list(Progress(out, every_s=0).count("abc", "predicting", 3)) == ["a", "b", "c"]
     lines = out.getvalue().splitlines()
     assert [line.partition(",")[0] for line in lines] == [f"predicting: {n} of 3" for n in (1, 2, 3)]
 
 
-def test_a_file_gets_no_line_before_its_time():
+def test_progress_writes_no_line_before_interval():
     out = io.StringIO()
     list(Progress(out, every_s=1000).count("abc", "predicting", 3))
     assert out.getvalue() == ""
 
 
-def test_a_terminal_keeps_nothing():
+def test_progress_clears_its_line_on_terminal():
     out = Terminal()
     list(Progress(out).count("abc", "predicting", 3))
     shown, *_, last = out.getvalue().split("\r")[1:]
     assert shown.startswith("predicting: 1 of 3") and last == "" and "\n" not in out.getvalue()
 
 
-def test_the_first_line_repeats_the_plan(capsys):
+def test_first_line_repeats_plan_command(capsys):
     say_at_once(["search", "recipe=llama3_8b", "against=mesh.tp=8 mesh.fsdp=2"])
     assert capsys.readouterr().err == "plan search recipe=llama3_8b 'against=mesh.tp=8 mesh.fsdp=2'\n"
     say_at_once(["search", "--help"])

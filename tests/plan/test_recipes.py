@@ -1,5 +1,5 @@
-"""The recipes of the Llama 3 paper (arXiv:2407.21783), its meshes and batches, and those of mixtures of experts; and
-that they fit."""
+"""The recipes of the Llama 3 paper (arXiv:2407.21783) and of mixtures of experts: their meshes and batches, and that
+they fit."""
 
 import pytest
 
@@ -29,25 +29,25 @@ def config(name: str, *more: str) -> Config:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_step_has_16_million_tokens(name):
+def test_llama_3_recipe_step_has_16_million_tokens(name):
     cfg = config(name)
     assert cfg.train.global_batch * cfg.train.seq_len == 2**24
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("llama3_405b", (8, 1, 16, 128)), ("llama3_405b_long", (8, 16, 16, 8))])
-def test_meshes_are_those_of_table_4(name, sizes):
+def test_llama_3_recipe_meshes_equal_table_4(name, sizes):
     cfg = config(name)
     spec = MeshSpec.of(cfg.mesh)
     assert tuple(spec.size(axis) for axis in ("tp", "cp", "pp", "fsdp")) == sizes and cfg.microbatches == 16
     assert spec.members(0, "tp") == list(range(8)), "tp is inside a host"
 
 
-def test_the_first_stage_of_405b_is_the_embedding_and_the_last_one_the_head():
+def test_llama_3_405b_end_stages_have_no_layers():
     layers = [len(stage) for stage in Distribution.of(config("llama3_405b")).placement.layers]
     assert layers == [0, *[1] * 126, 0]
 
 
-def test_the_mesh_of_deepseek_is_that_of_its_report():
+def test_deepseek_recipe_mesh_equals_report():
     """Section 3.2: sixteen stages, experts over 64 ranks, zero 1. Each rank has four experts of a layer."""
     cfg = config("deepseek_v3")
     assert (cfg.mesh.pp, cfg.mesh.ep, cfg.mesh.zero) == (16, 64, 1) and cfg.model.num_experts // cfg.mesh.ep == 4
@@ -64,12 +64,12 @@ def peaks_fit(name: str, same_peak: list[str], ranks: tuple[int, ...]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_first_and_the_last_rank_fit(name):
+def test_llama_3_recipe_first_and_last_rank_fit(name):
     gpus, same_peak = RECIPES[name]
     peaks_fit(name, same_peak, (0, gpus - 1))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_fit(name):
+def test_moe_recipes_fit(name):
     peaks_fit(name, *MIXTURES[name][1:])

@@ -20,11 +20,11 @@ def point(gpus: int, family: str, tokens_per_s: float, regime: str = "") -> Poin
     return Point(gpus, 64, family, () if tokens_per_s else None, 1.0, tokens_per_s, 0.4, regime)
 
 
-def test_gpu_counts_are_doubled():
+def test_gpu_counts_doubles_from_least_to_most():
     assert gpu_counts(8, 100) == [8, 16, 32, 64] and gpu_counts(3, 3) == [3]
 
 
-def test_a_regime_begins_where_it_is_first_met():
+def test_regimes_begin_at_first_point():
     points = [point(8 << i, "fsdp", 1.0, regime) for i, regime in enumerate(("", *REGIMES[:2], REGIMES[1], REGIMES[3]))]
     assert regimes(points) == [
         Beginning(REGIMES[0], 16, 64), Beginning(REGIMES[1], 32, 64), Beginning(REGIMES[3], 128, 64)
@@ -39,7 +39,7 @@ def test_an_axis_pays_where_its_family_is_faster_or_alone_runs():
 
 
 @pytest.mark.full
-def test_a_mesh_that_fits_is_looked_for_where_the_first_ones_do_not(monkeypatch):
+def test_fastest_of_continues_until_mesh_fits(monkeypatch):
     """Llama 3 8B on eight GPUs: what is estimated to be the fastest, without recompute or with zero 2, does not fit."""
     hardware = load_hardware("h100")
     cfg, _ = searched_run(["recipe=llama3_8b"], hardware)
@@ -54,8 +54,8 @@ def test_a_mesh_that_fits_is_looked_for_where_the_first_ones_do_not(monkeypatch)
 
 
 @pytest.mark.full
-def test_where_a_point_won_the_next_one_begins(monkeypatch):
-    """On twice the GPUs, what differs from it in dp and fsdp alone is predicted."""
+def test_fastest_of_starts_from_previous_winner(monkeypatch):
+    """On twice the GPUs, candidates that differ from the winner only in dp and fsdp are predicted."""
     hardware = load_hardware("h100")
     cfg, _ = searched_run(RUN[:1] + RUN[2:], hardware)
     won = Candidate((1, 1, 2, 1, 1), 1, "ring", 3, Stages("1f1b"), ("full", ()))
@@ -63,7 +63,7 @@ def test_where_a_point_won_the_next_one_begins(monkeypatch):
     assert {won._replace(mesh=(1, 1, 4, 1, 1)), won._replace(mesh=(1, 2, 2, 1, 1))} <= set(predicted)
 
 
-def test_what_a_later_family_finds_counts_for_an_earlier_one(monkeypatch):
+def test_fastest_of_credits_finds_to_earlier_family(monkeypatch):
     """Ulysses is found with +pp alone, though it has no pp: so pp does not pay."""
     ring, ulysses = (
         Candidate((1, 1, 2, 2, 1), 1, kind, 1, Stages("1f1b"), ("none", ())) for kind in ("ring", "ulysses")
@@ -80,7 +80,7 @@ def test_what_a_later_family_finds_counts_for_an_earlier_one(monkeypatch):
 
 
 @pytest.mark.full
-def test_the_command(tmp_path, capsys):
+def test_scaling_command_writes_curves(tmp_path, capsys):
     assert main(["scaling", *RUN, "least=2", "most=8", "predict=1", "processes=1", f"json={tmp_path}/s.json"]) == 0
     out = capsys.readouterr().out
     strong, weak = json.loads((tmp_path / "s.json").read_text())["curves"]
@@ -95,14 +95,14 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_a_model_that_fits_nowhere_is_one_line(capsys):
+def test_model_that_fits_nowhere_is_one_line_error(capsys):
     assert main(["scaling", "recipe=llama3_405b", "hardware=h100", "least=8", "most=8", "processes=1"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: most=8: no mesh of at most this number of h100 fits") and err.count("\n") == 1
 
 
-def test_a_ctrl_c_prints_the_points_that_are_known(monkeypatch, capsys):
-    """On the second number of GPUs of the strong curve."""
+def test_ctrl_c_prints_points_found_so_far(monkeypatch, capsys):
+    """The interrupt comes at the second number of GPUs of the strong curve."""
     found = iter([({}, {})])
 
     def fastest(*args):
@@ -119,7 +119,7 @@ def test_a_ctrl_c_prints_the_points_that_are_known(monkeypatch, capsys):
     assert err == "interrupted\n"
 
 
-def test_counts_in_the_wrong_order_are_one_line(capsys):
+def test_most_below_least_is_one_line_error(capsys):
     assert main(["scaling", *RUN, "least=8", "most=4"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: most=4 is below least=8") and err.count("\n") == 1

@@ -47,7 +47,7 @@ def space_of(*overrides: str, ranks: int = 4) -> Space:
     return Space(cli.plain_config([*RUN, *overrides]), ranks, H100)
 
 
-def test_every_legal_mesh_and_no_other_is_a_candidate():
+def test_candidates_are_exactly_legal_meshes():
     space = space_of()
     placed = {mesh for mesh in space.meshes() for _ in space.places(mesh)}
     legal = set()
@@ -62,7 +62,7 @@ def test_every_legal_mesh_and_no_other_is_a_candidate():
     assert all(mesh[3] == 1 for mesh in space.meshes())  # 64 tokens are too few for cp on a GPU
 
 
-def test_what_is_given_is_not_searched():
+def test_given_settings_are_not_searched():
     space = space_of("mesh.tp=2", "schedule=zb_v", "recompute=full", "train.micro_batch=2", "mesh.zero=1")
     ranked, _ = rank_all(space, None)
     candidates = [r.candidate for r in ranked]
@@ -71,7 +71,7 @@ def test_what_is_given_is_not_searched():
     assert {c.zero for c in candidates} == {1}
 
 
-def test_the_split_of_a_recipe_is_of_its_own_mesh():
+def test_searched_run_drops_split_of_recipe():
     recipe = "recipe=llama3_405b"
     cfg, given = searched_run([recipe], H100)
     assert cfg.schedule.split is None and given == [recipe, "schedule.split=null"]
@@ -80,7 +80,7 @@ def test_the_split_of_a_recipe_is_of_its_own_mesh():
     assert cfg.schedule.split == [63, 63] and given == own
 
 
-def test_a_layer_less_at_both_ends_is_a_candidate_that_runs():
+def test_split_with_shorter_ends_is_a_candidate():
     six = ["model.num_hidden_layers=6", "mesh.pp=4", "schedule=interleaved", "schedule.chunks=2"]
     space = space_of(*six)
     place, cfg = next(iter(space.places((4, 1, 1, 1, 1))))
@@ -94,7 +94,7 @@ def test_a_layer_less_at_both_ends_is_a_candidate_that_runs():
 
 
 def test_the_balanced_split_is_no_second_candidate():
-    """Of ten layers in four stages, which is [2,3,3,2] where the head is cheap, and not where it is dear."""
+    """Ten layers in four stages are balanced as [2,3,3,2] if the head is cheap, but not if it is expensive."""
     for vocabulary, splits in ((512, {()}), (2**20, {(), (2, 3, 3, 2)})):
         ten = ["model.num_hidden_layers=10", f"model.vocab_size={vocabulary}", "schedule=interleaved"]
         space = space_of(*ten, "schedule.chunks=2", ranks=2)
@@ -114,12 +114,12 @@ def test_the_placement_of_the_llama_3_paper_is_a_candidate():
     assert "schedule.split=null" in even, "the recipe's own split is of other stages"
 
 
-def test_a_stage_has_a_layer_or_the_search_leaves_it_out():
+def test_stages_without_layer_are_no_candidates():
     stages = space_of("model.num_hidden_layers=7").stages(4)
     assert Stages("zb_v") not in stages and Stages("1f1b") in stages and all(not s.split for s in stages)
 
 
-def test_modes_of_recompute_that_save_the_same_are_one_candidate():
+def test_equivalent_recompute_modes_are_one_candidate():
     space = space_of(ranks=2)
     for mesh, kept in (((1, 1, 1, 1, 2), 5), ((1, 1, 2, 1, 1), 6)):
         place, cfg = next(iter(space.places(mesh)))
@@ -148,7 +148,7 @@ def test_the_bound_is_below_the_predicted_memory():
 
 
 @pytest.mark.parametrize("memory_gb, ranks", [(0.1, [0]), (80, [0, 3, 1, 2])])
-def test_of_what_does_not_fit_one_ranks_program_is_made(memory_gb, ranks, monkeypatch):
+def test_too_large_candidate_plans_one_rank_only(memory_gb, ranks, monkeypatch):
     space, made, of_rank = space_of(), [], program._rank_plan
     candidate, _ = next(iter(space.places((4, 1, 1, 1, 1))))
     program._shared.cache_clear()
@@ -158,7 +158,7 @@ def test_of_what_does_not_fit_one_ranks_program_is_made(memory_gb, ranks, monkey
 
 
 @pytest.mark.parametrize("name, chunks", [("1f1b", None), ("interleaved", 4), ("zb_h1", None), ("gpipe", None)])
-def test_a_long_pipeline_is_as_a_short_one(name, chunks):
+def test_pipeline_estimate_of_16_stages_is_near_simulation(name, chunks):
     from ndtrain import schedule as schedules
 
     table = schedules.build(name, 16, 48, chunks)
@@ -170,7 +170,7 @@ def test_a_long_pipeline_is_as_a_short_one(name, chunks):
 
 
 @pytest.mark.full
-def test_the_best_of_a_small_space_is_the_fastest_of_all():
+def test_search_finds_nearly_fastest_of_small_space():
     space = space_of("schedule=1f1b", "recompute=none", "mesh.cp=1")
     ranked, counts = rank_all(space, None)
     result = search(space, None, 6)
@@ -189,7 +189,7 @@ def test_the_shortlist_has_each_family():
 
 
 @pytest.mark.full
-def test_a_reason_names_what_grew():
+def test_reason_names_largest_increase():
     space = Space(cli.plain_config([*LARGE, "mesh.cp=1", "schedule=1f1b"]), 4, H100)
     result = search(space, None, 4)
     first, last = result.best[0], result.best[-1]
@@ -198,7 +198,7 @@ def test_a_reason_names_what_grew():
     assert reason(Row(first.candidate, first.prediction), first) == "+0 s"
 
 
-def test_the_command(tmp_path, capsys):
+def test_search_command_prints_and_writes_best_runs(tmp_path, capsys):
     args = [*RUN, "hardware=h100", "ranks=4", "predict=3", "processes=1", "schedule=1f1b", "recompute=none"]
     assert main(["search", *args, "against=mesh.tp=4", f"json={tmp_path}/found.json"]) == 0
     out = capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_the_command(tmp_path, capsys):
     assert Predictor(H100).predict(pasted, explain=False).step_time_s == times[0]
 
 
-def test_the_run_as_it_is_given_has_a_row_of_its_own():
+def test_own_row_describes_run_as_given():
     own = own_row(space_of(), cli.plain_config([*RUN, "mesh.fsdp=-1", "mesh.zero=2", "recompute=full"]))
     assert isinstance(own, Row) and own.candidate.mesh == (1, 1, 4, 1, 1) and own.prediction.waterfall
     assert (own.candidate.zero, own.candidate.recompute[0]) == (2, "full")
@@ -226,12 +226,12 @@ def test_the_run_as_it_is_given_has_a_row_of_its_own():
     assert isinstance(too_large, str) and too_large.startswith("does not fit in 0.9 GB: a rank needs at least")
 
 
-def test_the_split_of_a_recipe_belongs_to_its_own_row():
+def test_own_row_keeps_split_of_recipe():
     cfg = resolve(unresolved_config(["recipe=llama3_405b"], H100), 16_384)
     assert candidate_of(cfg).stages == Stages("interleaved", 8, (0, *[1] * 126, 0))
 
 
-def test_memory_that_is_to_stay_free_does_not_count():
+def test_fits_excludes_memory_kept_free():
     assert fits(Space(cli.plain_config(RUN), 4, H100), 84.9e9)
     assert not fits(Space(cli.plain_config(RUN), 4, H100, free_gb=8), 77e9)
 
@@ -257,13 +257,13 @@ def test_a_ctrl_c_prints_the_best_so_far(monkeypatch, capsys):
     assert "mesh.tp=" in out and err.endswith("interrupted\n")
 
 
-def test_a_ctrl_c_before_any_prediction_says_so(monkeypatch, capsys):
+def test_ctrl_c_before_any_prediction_reports_none(monkeypatch, capsys):
     assert interrupted(0, monkeypatch) == 130
     assert capsys.readouterr().out == "interrupted: none of 0 predicted candidates fits so far\n"
 
 
 @pytest.mark.full
-def test_a_ctrl_c_ends_the_processes_without_a_traceback(tmp_path):
+def test_ctrl_c_ends_workers_without_traceback(tmp_path):
     words = ["recipe=llama3_405b", "hardware=h100", "ranks=16384", "processes=2", "mesh.pp=16", "mesh.tp=8"]
     plan = subprocess.Popen(
         [sys.executable, "-m", "ndtrain.plan", "search", *words], env=os.environ | {MARK: str(tmp_path)},
@@ -288,14 +288,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, capsys):
+def test_bad_argument_is_one_line_error(name, capsys):
     own, text = MISTAKES[name]
     assert main(["search", *RUN, "hardware=h100", "ranks=4", "processes=1", "predict=2", *own]) == 2
     err = capsys.readouterr().err
     assert text in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_what_fits_nowhere_is_said(capsys):
+def test_model_that_fits_nowhere_is_an_error(capsys):
     args = [*LARGE, "hardware=h100", "ranks=1", "processes=1", "model.num_hidden_layers=80"]
     assert main(["search", *args]) == 2
     assert "fits in 84.9 GB" in capsys.readouterr().err
@@ -312,7 +312,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
-def test_workers_end_with_a_search_that_is_killed(sent, tmp_path):
+def test_workers_end_with_killed_search(sent, tmp_path):
     script = tmp_path / "busy.py"
     script.write_text(BUSY)
     search = subprocess.Popen([sys.executable, script], env=os.environ | {MARK: str(tmp_path)}, start_new_session=True)

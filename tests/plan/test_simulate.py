@@ -67,7 +67,7 @@ BLOCKS = {(kind, "block"): float(cost) for kind, cost in COST.items()}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"])
-def test_the_bubble_is_that_of_the_schedules_simulator(schedule):
+def test_bubble_equals_schedule_simulator(schedule):
     split = "[2,2]" if schedule in ("gpipe", "1f1b", "zb_h1") else "[1,1,1,1]"
     cfg = configured(f"mesh.pp=2 schedule={schedule} schedule.split={split}", 2)
     step = simulation(cfg, BLOCKS)
@@ -76,21 +76,21 @@ def test_the_bubble_is_that_of_the_schedules_simulator(schedule):
     assert step.times.gradients == pytest.approx(simulated(step.program.schedule, cost).makespan)
 
 
-def test_a_message_delays_the_stage_that_waits_for_it():
+def test_message_delays_waiting_stage():
     cfg = configured("mesh.pp=2 train.global_batch=1 schedule=gpipe schedule.split=[2,2]", 2)
     linked = replace(FAST, link_gb_s=1.0)
     assert seconds(cfg, BLOCKS, hardware=linked, message=GB) == pytest.approx(4 * 1 + 4 * 2 + 2 * 1)
     assert seconds(cfg, BLOCKS, hardware=linked, message=GB, free=frozenset({"pp"})) == pytest.approx(12)
 
 
-def test_messages_of_one_pair_go_one_after_another():
+def test_messages_of_one_pair_run_in_turn():
     """Eight microbatches, each with a message of 5 s behind a forward of 1 s: the messages set the pace."""
     cfg = configured("mesh.pp=2 schedule=gpipe schedule.split=[2,2]", 2)
     linked, cost = replace(FAST, link_gb_s=1.0), {("F", "block"): 0.5}
     assert seconds(cfg, cost, hardware=linked, message=5 * GB) == pytest.approx(1 + 8 * 5 + 1 + 5 * 8)
 
 
-def test_a_forward_before_the_step_has_its_own_bubble():
+def test_look_ahead_forward_has_its_own_bubble():
     """All ranks wait for the loads that it has counted."""
     mesh = "model=moe_debug moe.balance={} mesh.pp=2 schedule=gpipe schedule.split=[2,2]"
     cost = BLOCKS | {(kind, "sparse"): seconds for (kind, _), seconds in BLOCKS.items()}
@@ -104,14 +104,14 @@ ROUND = (Collective("tp", "all_gather", 2 * GB, 0), *compute(3), Wait(0))  # hal
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(1.0, 3), (0.5, 3), (0.25, 4), (0.125, 8)])
-def test_a_collective_is_exposed_where_it_takes_longer_than_the_compute_beside_it(rate, expected):
+def test_collective_longer_than_compute_is_exposed(rate, expected):
     cfg = configured("mesh.tp=2 train.global_batch=1", 2)
     step = {"events": {("F", "block"): ROUND}, "hardware": replace(FAST, link_gb_s=rate)}
     assert seconds(cfg, **step) == pytest.approx(4 * expected)
     assert seconds(cfg, **step, free=frozenset({"tp"})) == pytest.approx(4 * 3)
 
 
-def test_compute_beside_a_collective_is_slower():
+def test_compute_during_collective_is_slower():
     cfg = configured("mesh.tp=2 train.global_batch=1", 2)
     slowed = replace(RATES, interference=0.5)
     linked = replace(FAST, link_gb_s=1.0)
@@ -119,8 +119,8 @@ def test_compute_beside_a_collective_is_slower():
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(1.0, 3), (0.25, 4.5)])
-def test_a_rank_goes_on_late_after_a_collective_that_nothing_hides(rate, expected):
-    """As after the sum of the norms' gradients over tp, which a step ends with."""
+def test_exposed_collective_adds_lateness(rate, expected):
+    """The sum of the norms' gradients over tp at the end of the step is exposed too, and adds its own lateness."""
     cfg = configured("mesh.tp=2 train.global_batch=1", 2)
     step = {"events": {("F", "block"): ROUND}, "hardware": replace(FAST, link_gb_s=rate)}
     late = replace(RATES, late_s=0.5)
@@ -128,13 +128,13 @@ def test_a_rank_goes_on_late_after_a_collective_that_nothing_hides(rate, expecte
     assert seconds(cfg, **step, rates=late, free=frozenset({"tp"})) == pytest.approx(4 * 3)
 
 
-def test_collectives_of_an_axis_run_one_after_another():
+def test_collectives_of_one_axis_run_in_turn():
     cfg = configured("mesh.tp=2 train.global_batch=1", 2)
     both = (*(Collective("tp", "all_gather", 2 * GB, i) for i in range(2)), Wait(1), Wait(0))
     assert seconds(cfg, events={("F", "block"): both}, hardware=replace(FAST, link_gb_s=1.0)) == pytest.approx(4 * 2)
 
 
-def test_a_host_that_launches_slower_than_the_device_computes_sets_the_pace():
+def test_slow_launches_bound_step_time():
     cfg = configured("train.global_batch=1", 1)
     small = {("F", "block"): compute(0.001) * 10}
     slow = replace(RATES, launch_s=0.002)
@@ -153,9 +153,9 @@ def units_of(step: Simulation) -> dict[str, UnitFacts]:
     return step.program.units
 
 
-def test_gathers_and_reductions_are_hidden_behind_the_passes_beside_them():
-    """Zero 3: exposed are the first gather and the last reduction, and one of two seconds of the head's gather, which
-    begins one pass before it, and of its reduction, which the next unit's waits for."""
+def test_gathers_and_reductions_hide_behind_passes():
+    """Zero 3: the first gather and the last reduction are exposed. The head's gather begins one pass before it, so one
+    of its two seconds is exposed. So is one second of its reduction, which the next unit's reduction waits for."""
     cfg = configured("mesh.fsdp=2 mesh.zero=3 train.global_batch=2 model.vocab_size=2048", 2)
     embed = units_of(simulation(cfg))["model.embed_tokens"].numel
     linked = replace(FAST, link_gb_s=embed / GB)  # 2 s for the embedding's 4 bytes an element, as half of them cross
@@ -168,9 +168,9 @@ def test_gathers_and_reductions_are_hidden_behind_the_passes_beside_them():
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(1, 44), (2, 44), (3, 52)])
-def test_weights_arrive_while_a_stage_waits_for_its_message(zero, expected):
-    """Each gather takes 2 s and each block's forward 10. Exposed are the embedding's and the first block's, and under
-    zero 3 those of the last stage's backward, which takes no time: of head, norm and its two blocks."""
+def test_gathers_run_while_stage_waits_for_message(zero, expected):
+    """Each gather takes 2 s and each block's forward 10 s. The gathers of embedding and first block are exposed.
+    Under zero 3 so are four gathers in the last stage's backward, which takes no time: head, norm and two blocks."""
     cfg = configured(
         f"mesh.pp=2 mesh.fsdp=2 mesh.zero={zero} train.global_batch=2 schedule=gpipe schedule.split=[2,2]", 4
     )
@@ -178,7 +178,7 @@ def test_weights_arrive_while_a_stage_waits_for_its_message(zero, expected):
         assert seconds(cfg, {("F", "block"): 10.0}) == pytest.approx(expected)
 
 
-def test_a_reduction_that_is_slower_than_a_backward_holds_up_the_next_one():
+def test_slow_reduction_delays_next_reduction():
     cfg = configured("mesh.fsdp=2 mesh.zero=2 train.global_batch=2", 2)
     units = units_of(simulation(cfg))
     reduced = sum(u.numel for u in units.values())
@@ -190,7 +190,7 @@ def test_a_reduction_that_is_slower_than_a_backward_holds_up_the_next_one():
 
 
 @pytest.mark.parametrize(("zero", "expected"), [(1, 4 * 20), (2, 41 + 1 + 3 * 20)])
-def test_only_reductions_that_hold_memory_hold_up_the_backward(zero, expected):
+def test_only_reductions_with_buffers_delay_backward(zero, expected):
     """Each takes 20 s. Zero 1: they run one after another, and the last stage has four units. Zero 2: the
     last stage's second block waits for the reductions of head and norm, and so does what the first stage waits for."""
     cfg = configured(
@@ -217,7 +217,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_more_bandwidth_is_never_slower_and_what_is_free_never_costs(mesh):
+def test_step_time_is_monotonic_in_bandwidth_and_free_costs(mesh):
     cfg = configured(mesh, MESHES[mesh])
     rates = [2.0**-n for n in range(8)]
     slow = [replace(FAST, link_gb_s=r / 100, network_gb_s=r / 100, gpus_per_node=2) for r in rates]

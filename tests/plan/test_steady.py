@@ -61,28 +61,28 @@ def compare(case: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", DEFAULT)
-def test_counted_is_walked(case):
+def test_extrapolated_dry_run_equals_full_run(case):
     compare(case, "cuda")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", FULL)
-def test_counted_is_walked_in_every_mode(case):
+def test_extrapolated_dry_run_equals_full_run_in_every_mode(case):
     compare(case, "cuda")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", FULL[2::5])
-def test_counted_is_walked_as_on_a_cpu(case):
+def test_extrapolated_dry_run_equals_full_run_on_cpu(case):
     compare(case, "cpu")
 
 
-def test_the_number_of_microbatches_that_run_does_not_grow():
+def test_sample_of_runs_constant_number_of_microbatches():
     samples = [steady.sample_of(config(f"mesh.pp=2 microbatches={n}")) for n in (64, 1024)]
     assert [(s.fewer, s.more) for s in samples if s] == [(7, 8)] * 2
 
 
-def test_what_depends_on_the_number_of_microbatches_is_walked():
+def test_sample_of_is_none_if_microbatch_count_matters():
     few = steady.sample_of(config("microbatches=7"))
     budget = steady.sample_of(config("recompute=budget recompute.budget=300000 microbatches=64"))
     assert few is None and budget is None

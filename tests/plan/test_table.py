@@ -58,7 +58,7 @@ def test_a_refused_row_has_no_predictions(made):
     assert made[1]["refused"].startswith("gpu=TPUv4: no description") and not any(made[1][key] for key in PREDICTED)
 
 
-def test_a_table_that_was_predicted_can_be_read_again(made, tmp_path):
+def test_predicted_table_can_be_predicted_again(made, tmp_path):
     source = written(tmp_path / "again.csv", made[:1])
     assert main(["table", f"in={source}", f"out={source}"]) == 0
     assert read(source) == made[:1]
@@ -77,7 +77,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, tmp_path, monkeypatch, capsys):
+def test_bad_argument_is_one_line_error(name, tmp_path, monkeypatch, capsys):
     args, said = MISTAKES[name]
     monkeypatch.chdir(tmp_path)
     header = ",".join(ROW)

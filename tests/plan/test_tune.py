@@ -16,7 +16,7 @@ FAST, SLOW, BROKEN = (
 ARGS = ["tune", "recipe=llama_debug", "hardware=cpu", "ranks=2", "rounds=2", "candidates=mesh.fsdp=2 | mesh.tp=2"]
 
 
-def test_the_table_ranks_by_the_fastest_step_and_fails_last(tmp_path):
+def test_ranking_orders_by_fastest_step_and_failures_last(tmp_path):
     table = Table.open(str(tmp_path))
     table.add(SLOW, 0, {"block_ms": [9.0, 7.0], "error": ""})
     table.add(BROKEN, 0, {"block_ms": [], "error": "out of memory"})
@@ -27,7 +27,7 @@ def test_the_table_ranks_by_the_fastest_step_and_fails_last(tmp_path):
     assert "winner: recipe=llama_debug mesh.a=2" in tune.as_text(tuned)
 
 
-def test_an_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
+def test_interrupted_tune_resumes(tmp_path, monkeypatch, capsys):
     done = []
 
     def measured(trial: Trial, steps: int) -> dict:
@@ -53,14 +53,14 @@ def test_an_interrupted_table_goes_on(tmp_path, monkeypatch, capsys):
     assert "winner: recipe=llama_debug mesh.fsdp=2" in capsys.readouterr().out
 
 
-def test_rows_of_another_machine_do_not_count(tmp_path, monkeypatch):
+def test_table_ignores_rows_of_other_machine(tmp_path, monkeypatch):
     Table.open(str(tmp_path)).add(FAST, 0, {"block_ms": [1.0], "error": ""})
     assert Table.open(str(tmp_path)).has(FAST, 0)
     monkeypatch.setattr(tune, "cpu_model", lambda: "another")
     assert not Table.open(str(tmp_path)).has(FAST, 0)
 
 
-def test_the_measured_rate_is_fed_back(tmp_path):
+def test_described_scales_predictions_by_measured_ratio(tmp_path):
     from ndtrain.config import load_config, resolve
 
     (tmp_path / "tuned.yaml").write_text(described("h100", 1.25))
@@ -75,12 +75,12 @@ def test_the_measured_rate_is_fed_back(tmp_path):
     assert sum(tuned.waterfall.values()) == pytest.approx(tuned.step_time_s)
 
 
-def test_nothing_is_fed_back_without_predictions():
+def test_measured_over_predicted_without_predictions_is_none():
     assert measured_over_predicted([Tuned("a", 1.0, 1.0, None, ""), Tuned("b", None, None, 2.0, "failed")]) is None
 
 
 @pytest.mark.full
-def test_a_measurement_that_fails_says_why():
+def test_failed_measurement_records_error():
     trial = Trial("recipe=llama_debug mesh.tp=3", 3, None)
     row = tune.measure(trial, 1)
     assert row["block_ms"] == [] and "mesh.tp=3" in row["error"]
@@ -99,21 +99,21 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(name, capsys, tmp_path):
+def test_bad_argument_is_one_line_error(name, capsys, tmp_path):
     own, text = MISTAKES[name]
     assert main(["tune", *(word.replace("FOLDER", str(tmp_path)) for word in own)]) == 2
     err = capsys.readouterr().err
     assert text in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_a_damaged_table_is_one_line(tmp_path, capsys):
+def test_damaged_table_is_one_line_error(tmp_path, capsys):
     (tmp_path / "tune.jsonl").write_text("no row\n")
     assert main([*ARGS, f"folder={tmp_path}"]) == 2
     assert "is not a table of plan tune" in capsys.readouterr().err
 
 
 @pytest.mark.full
-def test_real_measurements(tmp_path):
+def test_tune_command_measures_and_ranks(tmp_path):
     assert main([*ARGS, f"folder={tmp_path}", "rounds=1", "steps=1", f"json={tmp_path}/tuned.json"]) == 0
     tuned = json.loads((tmp_path / "tuned.json").read_text())
     assert len(tuned) == 2 and 0 < tuned[0]["step_ms"] <= tuned[1]["step_ms"]

@@ -92,7 +92,7 @@ def run_of(overrides: list[str]) -> tuple[Run, list[tuple]]:
 
 
 @pytest.mark.parametrize("name", [pytest.param("dp fsdp tp", marks=pytest.mark.full), "pp tied"])
-def test_family_and_optimizer_on_a_mesh(name):
+def test_plugin_family_and_optimizer_equal_one_process(name):
     """Losses, norms, gradients, weights and the factored state of three steps, against one process."""
     mesh = MESHES[name]
     ranks = 8 if name == "dp fsdp tp" else 4
@@ -114,7 +114,7 @@ MODS_SAMPLED = "tp, ring, packed"
 @pytest.mark.parametrize(
     "name", [n if n == MODS_SAMPLED else pytest.param(n, marks=pytest.mark.full) for n in MOD_MESHES]
 )
-def test_attention_mod_on_a_mesh(name):
+def test_plugin_attention_on_mesh_equals_one_process(name):
     ranks, mesh = MOD_MESHES[name]
     same = [o for o in mesh if o.startswith(("model.", "data."))]
     got = assemble(run_ranks(mod_run, ranks, [*MOD, *mesh, "train.micro_batch=2"], timeout=300))
@@ -126,7 +126,7 @@ def test_attention_mod_on_a_mesh(name):
 
 
 @pytest.mark.full
-def test_whole_tensors_of_units_that_are_split_over_other_ranks():
+def test_plugin_optimizer_owners_are_in_groups_of_their_unit():
     """Each tensor's owner is among the ranks of its unit's own groups."""
     mesh = ["mesh.fsdp=2", "mesh.cp=2", "mesh.tp=2", "model.num_key_value_heads=2", "train.micro_batch=2"]
     got = assemble(run_ranks(mixed, 8, run_of, [*MODEL, *mesh]))
@@ -153,7 +153,7 @@ def plugin_run(folder: Path, *overrides: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_trains_saves_and_resumes_on_another_mesh(tmp_path):
+def test_plugin_run_resumes_on_another_mesh(tmp_path):
     one, cut = tmp_path / "one", tmp_path / "cut"
     assert run_ranks(train, 1, plugin_run(one)) == [0]
     assert run_ranks(train, 4, plugin_run(cut, "mesh.fsdp=2", "mesh.tp=2", "train.stop_at=4")) == [0] * 4
@@ -190,7 +190,7 @@ def blend(tmp_path: Path, *entries: str) -> Config:
     return load_config(["recipe=llama_debug", PLUGIN, "data=blend", data, *shape])
 
 
-def test_a_blend_takes_a_plugins_source(tmp_path):
+def test_blend_accepts_plugin_source(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("jumps over the lazy dog " * 99)
     text_entry = f"name: text, path: {text}, validation: 0, weight: 1"
@@ -221,7 +221,7 @@ def test_prepare_reads_a_plugins_source(tmp_path, capsys):
     assert "did you mean 'data.documents'?" in capsys.readouterr().err
 
 
-def test_prepare_says_why_a_corpus_cannot_be_sent_to_a_process():
+def test_prepare_names_corpus_that_cannot_be_pickled():
     corpus = IterableCorpus("data=notes", 0.0, lambda: iter([("name", "text")]), "1", 4)
     with pytest.raises(ConfigError, match=r"data=notes: cannot be sent to a worker process .* top level of a module"):
         pickled(0, corpus)
@@ -230,7 +230,7 @@ def test_prepare_says_why_a_corpus_cannot_be_sent_to_a_process():
 # --------------------------------------------------------------------------------------------------------------- keys
 
 
-def test_own_keys_are_typed(path):
+def test_plugin_keys_are_typed(path):
     cfg = load_config([*PARTS, "optim.beta=0.5", "model.relu_power=3"])
     assert (cfg.optim.name, cfg.optim.beta, cfg.model.relu_power) == ("factored", 0.5, 3.0)
     assert (cfg.model.model_type, cfg.data.documents, cfg.callbacks["loss_file"].every) == ("squared_relu", 40, 2)
@@ -239,12 +239,12 @@ def test_own_keys_are_typed(path):
 
 
 @pytest.mark.parametrize("override", MISSPELT)
-def test_misspelt_keys_name_the_near_miss(override):
+def test_misspelt_plugin_key_names_near_miss(override):
     with pytest.raises(ConfigError, match=f"did you mean '{MISSPELT[override]}'"):
         load_config([*PARTS, override])
 
 
-def test_an_attention_mods_keys_are_typed_and_with_another_familys():
+def test_attention_keys_are_typed_with_plugin_family():
     cfg = load_config([PLUGIN, "model=squared_relu", "model.attention=spaced", "model.spacing=5", "model.relu_power=3"])
     assert (cfg.model.attention, cfg.model.spacing, cfg.model.relu_power) == ("spaced", 5, 3.0)
     with pytest.raises(ConfigError, match=r"model\.spacing"):
@@ -255,7 +255,7 @@ def test_an_attention_mods_keys_are_typed_and_with_another_familys():
         resolve(load_config([PLUGIN, "model.attention=spacd"]), 1)
 
 
-def test_config_json_names_the_attention_mod():
+def test_config_json_names_plugin_attention():
     """transformers, which has no class for it, refuses it; ndtrain finds the mod and its keys again."""
     m = resolve(load_config([PLUGIN, "model.attention=spaced", "model.spacing=5"]), 1).model
     written = to_hf(m)
@@ -267,7 +267,7 @@ def test_config_json_names_the_attention_mod():
         from_hf({**written, "attention": "sparse"})
 
 
-def test_names_of_a_plugin_are_choices():
+def test_plugin_names_are_suggested_as_choices():
     with pytest.raises(ConfigError, match="did you mean 'factored'"):
         load_config([PLUGIN, "optim=factred"])
     cfg = load_config([PLUGIN, "optim.schedule=stairs"])
@@ -304,7 +304,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("mistake", BROKEN)
-def test_a_mistake_is_one_line(mistake, tmp_path, monkeypatch, capsys):
+def test_plugin_mistake_is_one_line_error(mistake, tmp_path, monkeypatch, capsys):
     override, text, message = BROKEN[mistake]
     if text:
         (tmp_path / "broken_plugin.py").write_text(text)
@@ -362,7 +362,7 @@ def faulty_run(folder: Path, fault: str) -> list[str]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_error_in_a_plugins_code_names_the_plugin_in_one_line(fault, tmp_path, monkeypatch, capsys):
+def test_exception_in_plugin_names_plugin_in_one_line(fault, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(faulty_run(tmp_path, fault))
@@ -378,7 +378,7 @@ def test_an_error_in_a_plugins_code_names_the_plugin_in_one_line(fault, tmp_path
 
 
 def test_an_error_outside_of_plugins_keeps_its_traceback(tmp_path, monkeypatch):
-    """Also in a run that has loaded one."""
+    """This also holds in a run that has loaded a plugin."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(TrainingStep, "forward_backward", lambda *args: [].pop())
     with pytest.raises(IndexError):
@@ -387,7 +387,7 @@ def test_an_error_outside_of_plugins_keeps_its_traceback(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_an_error_in_a_plugins_code_on_two_ranks(tmp_path, monkeypatch):
+def test_exception_in_plugin_on_two_ranks_is_one_line(tmp_path, monkeypatch):
     """torchrun shows the line as well, and no rank prints a traceback."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     argv = [sys.executable, "-m", "ndtrain.run.torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -398,7 +398,7 @@ def test_an_error_in_a_plugins_code_on_two_ranks(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_prepare_names_the_plugin_whose_texts_fail(tmp_path, monkeypatch, capsys):
+def test_prepare_names_plugin_whose_source_fails(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken_plugin.py").write_text(FAULTY)
     monkeypatch.syspath_prepend(tmp_path)
     source = ["plugins=[broken_plugin]", "data=faulty", "data.tokenizer=byte", f"data.cache={tmp_path / 'cache'}"]
@@ -407,8 +407,8 @@ def test_prepare_names_the_plugin_whose_texts_fail(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.full
-def test_evaluate_ends_with_the_line_that_names_the_plugin(tmp_path, monkeypatch, capsys):
-    """It has no log, so the traceback comes before."""
+def test_evaluate_names_plugin_whose_source_fails(tmp_path, monkeypatch, capsys):
+    """`evaluate` has no log, so it prints the traceback before that line."""
     run = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "train.steps=1", "optim.warmup=0")
     assert main(run) == 0
     (tmp_path / "broken_plugin.py").write_text(FAULTY)
@@ -431,7 +431,7 @@ NOTES_WRONG = {
 
 
 @pytest.mark.parametrize("wrong", NOTES_WRONG)
-def test_the_pages_source_names_the_key_that_is_wrong(wrong, tmp_path, monkeypatch, capsys):
+def test_documented_source_names_wrong_key(wrong, tmp_path, monkeypatch, capsys):
     code = re.search(r"```python\n# my_package/notes.py\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
     (tmp_path / "broken_plugin.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

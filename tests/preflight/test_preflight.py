@@ -133,7 +133,7 @@ def _id(case: Any) -> str:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CLEAN, ids=_id)
-def test_clean(case, tmp_path):
+def test_preflight_passes_on_sound_machine(case, tmp_path):
     n, *overrides = case
     said = leader(tmp_path, n, overrides, code=0)
     together = ["connections", "clocks", *CLEAN[case]] if n > 1 else []
@@ -145,7 +145,7 @@ def test_clean(case, tmp_path):
 
 
 @pytest.mark.full
-def test_it_leaves_a_run_as_it_is(tmp_path):
+def test_preflight_leaves_run_unchanged(tmp_path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     leader(tmp_path, 2, ["mesh.dp=2"], code=0)
@@ -158,7 +158,7 @@ def preflight_of(args: list[str], cwd: Path, ranks: int) -> subprocess.Completed
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
-def test_as_a_user_starts_it(tmp_path):
+def test_preflight_under_torchrun_prints_table(tmp_path):
     ended = preflight_of(arguments_of(tmp_path, "mesh.fsdp=2"), tmp_path, 2)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     table = read_table(ended.stdout)
@@ -169,7 +169,7 @@ def test_as_a_user_starts_it(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_what_cannot_start_is_one_line(ranks, tmp_path, capsys):
+def test_wrong_mesh_is_one_line_error(ranks, tmp_path, capsys):
     if ranks == 1:
         assert cli.main(preflights.preflight, arguments_of(tmp_path, "mesh.tp=3")) == 2
         out, err = capsys.readouterr()
@@ -270,7 +270,7 @@ ODD = {  # what is wrong on rank 1 of 2 or 4 -> the row, and what it must say
 @pytest.mark.parametrize(
     "spoil", [pytest.param(s, marks=[pytest.mark.full] * (s != other_torch)) for s in ODD], ids=_id
 )
-def test_the_odd_rank_is_named(spoil, tmp_path):
+def test_check_names_odd_rank(spoil, tmp_path):
     n, row, expected = ODD[spoil]
     said = leader(tmp_path, n, [f"mesh.tp={n}"], spoil)
     assert list(said.failed) == [row], said.out
@@ -281,7 +281,7 @@ def test_the_odd_rank_is_named(spoil, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("spoil, row", [(other_threads, "versions"), (fast_clock, "clocks")])
-def test_a_warning_is_no_failure(spoil, row, tmp_path):
+def test_warning_does_not_fail_preflight(spoil, row, tmp_path):
     said = leader(tmp_path, 2, ["mesh.tp=2"], spoil, code=0)
     assert said.table[row].result == "warning" and "rank 1 (" in said.table[row].text
     assert "preflight passed; warnings: " in said.out
@@ -292,7 +292,7 @@ def another_configuration():
 
 
 @pytest.mark.full
-def test_another_configuration_is_seen(tmp_path):
+def test_different_configuration_fails_preflight(tmp_path):
     said = leader(tmp_path, 2, ["mesh.tp=2"], another_configuration)
     assert "configuration 00000000 instead of " in said.failed["versions"]
 
@@ -307,7 +307,7 @@ def another_disk():
 
 
 @pytest.mark.full
-def test_a_folder_that_is_not_shared(tmp_path):
+def test_unshared_run_folder_fails_preflight(tmp_path):
     said = leader(tmp_path, 2, ["mesh.tp=2"], another_disk)
     expected = (
         f"{tmp_path}/run is not the same folder as on rank 0: put run.dir on storage that all hosts share: rank 1 ("
@@ -325,7 +325,7 @@ def disk(tmp_path):
         yield mount
 
 
-def test_a_read_only_folder(disk, tmp_path):
+def test_read_only_run_folder_fails_preflight(disk, tmp_path):
     disk("ro")
     said = leader(tmp_path, 2, ["mesh.tp=2"])
     assert list(said.failed) == ["storage"] and "one folder" not in said.table
@@ -335,7 +335,7 @@ def test_a_read_only_folder(disk, tmp_path):
 
 
 @pytest.mark.full
-def test_too_little_disk(disk, tmp_path):
+def test_too_little_disk_space_fails_preflight(disk, tmp_path):
     disk("size=200m")
     overrides = ["mesh.tp=2", "model=llama_small", "checkpoint.keep=2"]
     said = leader(tmp_path, 2, overrides)
@@ -350,7 +350,7 @@ def config(*overrides: str) -> Config:
     return resolve(load_config(["recipe=llama_debug", *overrides]), 1)
 
 
-def test_planned_bytes(tmp_path):
+def test_planned_bytes_counts_checkpoints_to_keep(tmp_path):
     size = lambda *more: checkpoint_bytes(config(*more).model, state_plan(config(*more)))
     one = size()
     assert size("optim.ema=0.9") * 3 == one * 4
@@ -364,7 +364,7 @@ def test_planned_bytes(tmp_path):
     assert storage.planned_bytes(config("checkpoint.keep=3"), tmp_path) == 4 * one - 1000
 
 
-def test_a_file_that_reads_otherwise(tmp_path):
+def test_probe_storage_detects_changed_data(tmp_path):
     cfg = config(f"run.dir={tmp_path}/run")
     context = RankContext(cfg, MeshSpec.of(cfg.mesh), 0, torch.device("cpu"), "nonce", 60)
     assert set(storage.probe_storage(context)) == {"write", "read"}
@@ -377,7 +377,7 @@ def test_a_file_that_reads_otherwise(tmp_path):
 
 
 @pytest.mark.full
-def test_a_dead_ranks_file_is_removed(tmp_path):
+def test_cleaner_removes_files_of_dead_ranks(tmp_path):
     cfg = config(f"run.dir={tmp_path}/above/run")
     context = RankContext(cfg, MeshSpec.of(cfg.mesh), 0, torch.device("cpu"), "nonce", 60)
     cleaner = storage.Cleaner(context)
@@ -438,7 +438,7 @@ def cut_off(folder: Path, overrides: list[str]) -> Said | None:
 
 
 @pytest.mark.full
-def test_a_rank_that_is_cut_off_is_named_and_the_rows_so_far_are_shown(tmp_path):
+def test_unreachable_rank_is_named_below_finished_rows(tmp_path):
     said, _ = run_ranks(cut_off, 2, tmp_path, ["mesh.tp=2", SHORT])
     assert said.code == 1
     assert said.failed == {"matmul": f"no report within 4 s: rank 1 ({os.uname().nodename}, tp=1)"}
@@ -450,7 +450,7 @@ def without_rank_0(folder: Path) -> Said | None:
 
 
 @pytest.mark.full
-def test_where_rank_0_never_comes_the_others_say_so(tmp_path):
+def test_missing_rank_0_is_reported_by_others(tmp_path):
     _, said = run_ranks(without_rank_0, 2, tmp_path)
     assert said.code == 1 and not said.out
     assert said.err == "error (rank 1): the ranks cannot connect: rank 0 did not connect within 4 s\n"
@@ -461,7 +461,7 @@ def ended_by_the_launcher():
 
 
 @pytest.mark.full
-def test_ended_by_the_launcher_it_shows_what_it_has(tmp_path):
+def test_sigterm_prints_rows_finished_so_far(tmp_path):
     (said,) = run_ranks(examine, 1, tmp_path, [], ended_by_the_launcher, 0)
     assert said.code == 1 and list(said.table) == ["ranks", "mesh", "versions", "devices", "the rest"]
     assert said.failed == {"the rest": "stopped by SIGTERM: perhaps another rank has died"}
@@ -481,7 +481,7 @@ def preflight_on(hosts: list, args: list[str], cwd: Path, nproc: int) -> tuple[i
 
 @pytest.mark.full
 @pytest.mark.skipif(bool(namespaces.missing()), reason=str(namespaces.missing()))
-def test_a_slow_link_between_hosts(tmp_path):
+def test_slow_link_between_three_hosts_fails(tmp_path):
     with namespaces.hosts(3) as hosts:
         args = arguments_of(tmp_path, "mesh.fsdp=3", "mesh.tp=2", "train.micro_batch=4")
         code, out = preflight_on(hosts, args, tmp_path, 2)
@@ -497,7 +497,7 @@ def test_a_slow_link_between_hosts(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.skipif(bool(namespaces.missing()), reason=str(namespaces.missing()))
-def test_two_hosts_with_one_slow_link(tmp_path):
+def test_slow_link_between_two_hosts_gives_warning(tmp_path):
     """With nothing to compare it with, a link slower than gigabit Ethernet is worth a warning."""
     with namespaces.hosts(2) as hosts:
         hosts[1].limit(80)
@@ -515,7 +515,7 @@ def ranks_on(*hosts: str, **sizes: int) -> Ranks:
     return ranks
 
 
-def test_ranks_by_name():
+def test_ranks_are_described_by_host_and_coordinates():
     ranks = ranks_on(*"aaaabbbb", dp=2, tp=4)
     assert ranks.one(5) == "rank 5 (b, dp=1 tp=1)"
     assert ranks.some([5, 2]) == "rank 2 (a, dp=0 tp=2), rank 5 (b, dp=1 tp=1)"
@@ -529,7 +529,7 @@ def test_ranks_by_name():
 
 
 @given(st.integers(2, 40))
-def test_every_link_is_measured_once_in_a_pass(n):
+def test_pairs_by_round_measures_every_link_once(n):
     rounds = links.pairs_by_round(n)
     pairs = [frozenset(pair) for one in rounds for pair in one]
     assert len(pairs) == len(set(pairs)) and set(pairs) == {frozenset((i, (i + 1) % n)) for i in range(n)}
@@ -544,7 +544,7 @@ def link_rows(ranks: Ranks, rates: dict[tuple[str, int, int], float]) -> dict[st
     return {row.check: row for row in links.check_links(by_rank, ranks, Config())}
 
 
-def test_links_between_hosts_are_no_slow_links_within_hosts():
+def test_link_rows_compares_links_of_same_kind():
     ranks = ranks_on(*"aabb", dp=2, tp=2)
     rates = {("tp", 0, 1): 1e11, ("tp", 1, 0): 1e11, ("tp", 2, 3): 1e11, ("tp", 3, 2): 1e11}
     across = {("dp", 0, 2): 2e9, ("dp", 2, 0): 2e9, ("dp", 1, 3): 2e9, ("dp", 3, 1): 2e9}
@@ -559,7 +559,7 @@ def test_links_between_hosts_are_no_slow_links_within_hosts():
     assert rows["links over dp"].status == Status.WARNING and "gigabit" in rows["links over dp"].notes[0]
 
 
-def test_one_slow_host_of_three_is_named():
+def test_link_rows_names_one_slow_host_of_three():
     ranks = ranks_on(*"abc", dp=3)
     speed = lambda s, t: 1e7 if 1 in (s, t) else 1e9
     row = link_rows(ranks, {("dp", s, t): speed(s, t) for s in range(3) for t in range(3) if s != t})["links over dp"]
@@ -574,7 +574,7 @@ def device_row(*facts: dict) -> Row:
     return host._devices(dict(enumerate(facts)), ranks_on(*"abcdef"[: len(facts)], dp=len(facts)))
 
 
-def test_devices():
+def test_device_row_compares_gpus_of_ranks():
     assert device_row(gpu(), gpu()).status == Status.OK
     row = device_row(gpu(), gpu(name="H100"), gpu())
     assert (row.status, row.notes) == (Status.WARNING, ("H100 instead of H200: rank 1 (b, dp=1)",))
@@ -585,7 +585,7 @@ def test_devices():
     assert (row.status, row.notes) == (Status.FAILED, ("cpu instead of cuda: rank 1 (b, dp=1)",))
 
 
-def test_a_missing_gpu_is_a_finding():
+def test_device_facts_reports_missing_gpu():
     if torch.cuda.is_available():
         pytest.skip("there are GPUs")
     facts = host.device_facts(torch.device("cpu"), "cuda")
@@ -593,31 +593,31 @@ def test_a_missing_gpu_is_a_finding():
     assert "problem" not in host.device_facts(torch.device("cpu"), "auto")
 
 
-def test_usual_rate():
+def test_usual_rate_favours_faster_links():
     assert usual_rate([5.0]) == 5 and usual_rate([1.0, 9.0]) == 7 and usual_rate([1, 1, 1, 1, 10, 10]) > 3
     assert usual_rate({0: 3.0, 1: 3.0}.values()) == 3
 
 
-def test_units():
+def test_rates_and_sizes_have_readable_units():
     assert [report.per_second(x) for x in (2.5e12, 1.25e9, 3e6, 2e5)] == ["2.5 TB/s", "1.25 GB/s", "3 MB/s", "0.2 MB/s"]
     assert [report.bytes_of(x) for x in (3 << 40, 5 << 30, 1 << 19)] == ["3 TiB", "5 GiB", "0.5 MiB"]
 
 
-def test_brackets_in_a_note_are_no_markup():
+def test_brackets_in_note_are_printed_literally():
     out = io.StringIO()
     show([Row("clocks", Status.FAILED, "all_reduce over tp [0, 1] [/b]")], out)
     assert "all_reduce over tp [0, 1] [/b]" in out.getvalue()
 
 
-def test_a_public_address_is_warned_of(monkeypatch):
+def test_public_address_gives_warning(monkeypatch):
     ranks = Ranks(MeshSpec(("dp",), (2,)))
     assert host._addresses({0: {"public": []}, 1: {"public": []}}, ranks) == []
     (row,) = host._addresses({0: {"public": []}, 1: {"public": ["8.8.4.4"]}}, ranks)
     assert row.status == Status.WARNING and row.notes == ("listens on the public address 8.8.4.4: rank 1 (dp=1)",)
 
 
-def test_which_addresses_are_public(monkeypatch):
-    """The host's own names, as gloo and the store take them."""
+def test_public_addresses_follow_interface_and_host(monkeypatch):
+    """The names of the host are resolved as gloo and the store resolve them."""
     stands_for = {"n0": ["8.8.4.4", "10.0.0.1"], "n1": ["1.1.1.1"], "elsewhere": ["9.9.9.9"]}
     monkeypatch.setattr(listeners, "_addresses", stands_for.get)
     monkeypatch.setattr(listeners, "_is_own", lambda address: address != "9.9.9.9")

@@ -44,7 +44,7 @@ def runs_of(*folders: Path):
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def test_reads_rows_marks_and_units(tmp_path):
+def test_run_has_rows_marks_and_units(tmp_path):
     folder = make_run(
         tmp_path / "a", step_2={"loss": None, "skipped_steps": 1}, step_3={"skipped_steps": 1},
         step_4={"skipped_steps": 1, "resumed_step": 3, "eval_loss": 7.5}, step_5={"skipped_steps": 1},
@@ -64,7 +64,7 @@ def test_incomplete_lines_are_left_out(tmp_path, tail):
     assert run.steps.tolist() == [1, 2, 3, 4, 5]
 
 
-def test_a_run_without_configuration_evaluation_or_exit(tmp_path):
+def test_run_without_config_evaluation_or_exit_is_read(tmp_path):
     (run,) = runs_of(make_run(tmp_path / "a", lr=None))
     assert run.config == {} and run.ended == "unknown" and run.name == "a"
     assert "eval_loss" not in [m["key"] for m in page_data([run])["metrics"]]
@@ -75,19 +75,19 @@ def test_a_run_without_configuration_evaluation_or_exit(tmp_path):
     assert run.config == {} and run.ended == "running, or killed"
 
 
-def test_a_folder_of_runs_stands_for_them_all(tmp_path):
+def test_find_runs_expands_folder_of_runs(tmp_path):
     for name in ("lr=2", "lr=1"):
         make_run(tmp_path / "sweep" / name)
     assert [p.name for p in find_runs([tmp_path / "sweep", tmp_path / "sweep" / "lr=1"])] == ["lr=1", "lr=2"]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_runs_with_same_name_are_named_by_folder(tmp_path):
     for name in ("a", "b"):
         (make_run(tmp_path / name / "run") / "config.yaml").write_text("run: {name: run}")
     assert [run.name for run in runs_of(tmp_path / "a" / "run", tmp_path / "b" / "run")] == ["a/run", "b/run"]
 
 
-def test_differences_of_configurations(tmp_path):
+def test_differences_lists_keys_that_differ(tmp_path):
     runs = runs_of(
         make_run(tmp_path / "a", lr=0.1), make_run(tmp_path / "b", lr=0.2), make_run(tmp_path / "c", lr=None)
     )
@@ -101,7 +101,7 @@ def test_differences_of_configurations(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ curves
 
 
-def test_a_reduced_curve_keeps_its_extremes_and_means():
+def test_reduce_curve_keeps_extremes_and_means():
     steps, values = np.arange(1, 100_001), np.sin(np.arange(100_000) / 3e4)
     values[54_321], values[70_000], values[7] = 50.0, -50.0, math.nan
     curve = reduce_curve(steps, values, 1000)
@@ -114,18 +114,18 @@ def test_a_reduced_curve_keeps_its_extremes_and_means():
     assert (curve.low <= curve.mean).all() and (curve.mean <= curve.high).all()
 
 
-def test_a_short_curve_is_left_as_it_is():
+def test_reduce_curve_leaves_short_curve_unchanged():
     curve = reduce_curve(np.arange(4), np.array([1.0, math.nan, 3.0, 2.0]), 10)
     assert curve.x.tolist() == [0, 2, 3] and curve.mean.tolist() == [1, 3, 2]
     assert thin([1, 2, 3], 3) == [1, 2, 3] and thin(list(range(100)), 3) == [0, 49, 99]
 
 
-def test_ticks_are_round_and_inside():
+def test_ticks_are_round_and_within_range():
     assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
     assert ticks(1.1, 1.9, 4) == pytest.approx([1.2, 1.4, 1.6, 1.8])
 
 
-def test_numbers_of_an_axis_leave_room_for_its_name():
+def test_short_number_abbreviates_axis_numbers():
     numbers = {123_400: "123.4k", 8_000: "8000", 2.5e6: "2.5M", 1e10: "10G", 5e-4: "0.0005", -20_000: "-20k", 0: "0"}
     assert {value: short_number(value) for value in numbers} == numbers
 
@@ -184,7 +184,7 @@ def test_colours_are_declared_for_light_and_dark(tmp_path):
     assert f"const COLOURS = {COLOURS};" in text
 
 
-def test_the_svg_is_one_valid_picture(tmp_path):
+def test_svg_is_valid_xml_with_all_labels(tmp_path):
     runs = runs_of(make_run(tmp_path / "a", step_3={"resumed_step": 2}), make_run(tmp_path / "b<", steps=900))
     root = ET.fromstring(render_svg(runs, "loss"))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -193,7 +193,7 @@ def test_the_svg_is_one_valid_picture(tmp_path):
         render_svg(runs, "eval_loss")
 
 
-def test_a_flat_or_single_step_run_can_be_drawn(tmp_path):
+def test_svg_of_single_step_run_is_valid(tmp_path):
     runs = runs_of(make_run(tmp_path / "a", steps=1))
     for metric in ("loss", "mfu", "lr"):
         ET.fromstring(render_svg(runs, metric))
@@ -202,7 +202,7 @@ def test_a_flat_or_single_step_run_can_be_drawn(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- command
 
 
-def test_the_command_writes_what_is_asked(tmp_path, capsys):
+def test_report_command_writes_requested_files(tmp_path, capsys):
     make_run(tmp_path / "lr=1")
     page, picture = tmp_path / "page.html", tmp_path / "loss.svg"
     assert main([str(tmp_path / "lr=1"), f"out={page}", f"svg={picture}", "metric=lr"]) == 0
@@ -244,7 +244,7 @@ def test_the_csv_has_every_value_of_metrics_jsonl(tmp_path, capsys):
     ],
     ids=lambda value: None if isinstance(value, list) else value,
 )
-def test_a_mistake_is_one_line(tmp_path, capsys, args, said):
+def test_bad_argument_is_one_line_error(tmp_path, capsys, args, said):
     if "new" in str(args) or "ok" in str(args):
         make_run(tmp_path / "new", steps=0)
         make_run(tmp_path / "ok")
@@ -253,7 +253,7 @@ def test_a_mistake_is_one_line(tmp_path, capsys, args, said):
     assert output.err.startswith("error: ") and output.err.count("\n") == 1 and said in output.err and not output.out
 
 
-def test_a_run_without_rows_is_left_out(tmp_path, capsys):
+def test_run_without_rows_is_skipped(tmp_path, capsys):
     """A job of a sweep that has just started does not hide the others."""
     make_run(tmp_path / "sweep/new", steps=0)
     make_run(tmp_path / "sweep/ok")

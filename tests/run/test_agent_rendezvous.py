@@ -41,7 +41,7 @@ def forbidden(tmp_path):
     return pickled_command(f"touch {tmp_path}/executed"), tmp_path / "executed"
 
 
-def test_a_state_is_plain_and_a_command_is_not(tmp_path):
+def test_is_plain_state_refuses_pickled_commands(tmp_path):
     assert is_plain_state(state())
     for odd in (Runs(f"touch {tmp_path}/executed"), 5, {"closed": True}, _NodeDesc("n0", 1, 0), os.system, OneHost):
         assert not is_plain_state(pickle.dumps(odd)), odd
@@ -53,7 +53,7 @@ def test_a_state_is_plain_and_a_command_is_not(tmp_path):
 
 
 @pytest.mark.parametrize("token", ["", "secret"])
-def test_two_hosts_share_a_state(store, token):
+def test_signed_backend_shares_state_between_hosts(store, token):
     here, there = (SignedBackend(store, "run", token) for _ in range(2))
     assert here.get_state() is None
     first, one, made = here.set_state(state(1))
@@ -78,7 +78,7 @@ def test_a_forged_state_is_replaced_by_the_last_genuine_one(store, token, forbid
     assert not executed.exists()
 
 
-def test_a_state_that_another_job_has_signed_is_forged(store):
+def test_state_signed_by_other_job_is_ignored(store):
     backend = SignedBackend(store, "run", "secret")
     SignedBackend(store, "run", "guess").set_state(state())
     assert backend.get_state() is None
@@ -90,7 +90,7 @@ def parameters(endpoint: str, **more: str) -> RendezvousParameters:
     return RendezvousParameters("x", endpoint, "run", 2, 2, **more)
 
 
-def test_the_store_of_the_rendezvous_listens_on_the_endpoints_address():
+def test_rendezvous_store_listens_on_endpoint_address():
     with closing(listeners._listen("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     served = agent_rendezvous._open_store(parameters(f"localhost:{port}"))
@@ -103,7 +103,7 @@ def test_the_store_of_the_rendezvous_listens_on_the_endpoints_address():
         agent_rendezvous._open_store(parameters(f"localhost:{port}", is_host="true"))
 
 
-def test_which_address_a_store_listens_on(monkeypatch):
+def test_address_to_serve_follows_endpoint_host(monkeypatch):
     monkeypatch.delenv(listeners.INTERFACE, raising=False)
     stands_for = {"n0": ["10.1.2.3"], "debian": ["127.0.1.1"], "localhost": ["127.0.0.1"], "other": ["192.0.2.1"]}
     monkeypatch.setattr(listeners, "_addresses", lambda host: stands_for.get(host, [host]))
@@ -119,7 +119,7 @@ def test_which_address_a_store_listens_on(monkeypatch):
     assert listeners.address_to_serve("debian") == listeners.address_to_serve("other") == "address of lo"
 
 
-def test_each_start_of_the_ranks_has_a_store_of_its_own_on_loopback():
+def test_each_rendezvous_has_new_store_on_loopback():
     handler = OneHost(parameters("localhost:0"))
     ports = []
     for _ in range(2):

@@ -113,15 +113,17 @@ def compare(checkpoint: Path, reference: Path, bound: float) -> None:
 
 @pytest.mark.parametrize(("seed", "meshes", "precision", "asynchronous"), RUNS, ids=[f"seed{s[0]}" for s in RUNS])
 @pytest.mark.full
-def test_ten_kills(seed, meshes, precision, asynchronous, tmp_path, corpus, undisturbed, disk, request):
-    """--chaos 20 makes two hundred kills."""
+def test_run_with_ten_faults_ends_like_undisturbed(
+    seed, meshes, precision, asynchronous, tmp_path, corpus, undisturbed, disk, request
+):
+    """With --chaos 20 there are two hundred kills."""
     if seed >= request.config.getoption("--chaos"):
         pytest.skip("pytest --full --chaos 20 makes all twenty runs")
     inject_faults(seed, meshes, precision, asynchronous, 10, tmp_path, corpus, undisturbed, disk)
 
 
 @FULL
-def test_three_kills(tmp_path, corpus, undisturbed, disk):
+def test_run_with_three_faults_ends_like_undisturbed(tmp_path, corpus, undisturbed, disk):
     inject_faults(101, AWAY[:5], FP64, True, 3, tmp_path, corpus, undisturbed, disk)
 
 
@@ -183,8 +185,8 @@ def launched(args: list[str], cwd: Path) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=FULL)])
-def test_no_rank_outlives_its_launcher(kills, tmp_path, corpus):
-    """The next start goes on from the last step of the one before."""
+def test_ranks_end_with_killed_launcher(kills, tmp_path, corpus):
+    """The next start continues from the last step of the previous one."""
     folder, draw = tmp_path / "run", random.Random(kills)
     args = arguments(folder, corpus, "mesh.fsdp=2", "train.steps=100000", "resume=auto", "checkpoint.keep=1")
     victims = [kill_a_launcher(args, folder, tmp_path, draw, starting=n % 4 == 1) for n in range(kills)]

@@ -145,7 +145,7 @@ REFUSED = {  # overrides -> what the error must contain
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name, args, capsys, tmp_path, monkeypatch):
+def test_invalid_override_is_refused(name, args, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides, expected = REFUSED[name]
     line = refusal(capsys, args(*overrides))
@@ -214,7 +214,7 @@ CSVS = {  # table -> what the error must contain
 
 
 @pytest.mark.parametrize("name", CSVS)
-def test_a_bad_table_is_refused_by_row_and_column(name, args, capsys, tmp_path):
+def test_bad_schedule_csv_is_refused_by_row_and_column(name, args, capsys, tmp_path):
     text, expected = CSVS[name]
     (tmp_path / "table.csv").write_text(text)
     line = refusal(capsys, args("schedule=csv", f"schedule.path={tmp_path / 'table.csv'}"))
@@ -222,7 +222,7 @@ def test_a_bad_table_is_refused_by_row_and_column(name, args, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_refused_for_this_world(name, args, capsys, monkeypatch):
+def test_override_invalid_for_world_size_is_refused(name, args, capsys, monkeypatch):
     world, overrides, expected = WORLDS[name]
     monkeypatch.setenv("WORLD_SIZE", str(world))
     line = refusal(capsys, args(*overrides))
@@ -260,7 +260,7 @@ CORPORA = {  # a maker of the overrides -> what the error must contain
 
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_refused_corpus(name, args, capsys, tmp_path):
+def test_unusable_corpus_is_refused(name, args, capsys, tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("ten bytes.")
@@ -276,14 +276,14 @@ def test_refused_corpus(name, args, capsys, tmp_path):
 # ------------------------------------------------------------------------------------------------------- run folder
 
 
-def test_nothing_to_train(tmp_path, monkeypatch, capsys):
+def test_no_overrides_at_all_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "nothing to train: name a recipe" in refusal(capsys, [])
     assert launch_query.main(["folder"]) == 2 and "nothing to train" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_stop_file_of_an_earlier_run_stops_nothing(args, tmp_path, capsys):
+def test_stop_file_of_earlier_run_is_removed(args, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "stop").touch()
     assert main(args()) == 0
@@ -300,7 +300,7 @@ REQUESTS = {  # a request to stop -> (content, seconds before the run looks, whe
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_launch_script_may_ask_before_the_run_starts(name, tmp_path, monkeypatch):
+def test_stop_file_of_this_launch_is_kept(name, tmp_path, monkeypatch):
     """The clock of the file system is ten minutes ahead."""
     content, age, kept = REQUESTS[name]
     began, file, ahead = time.time() - 10, tmp_path / "stop", 600
@@ -311,7 +311,7 @@ def test_a_launch_script_may_ask_before_the_run_starts(name, tmp_path, monkeypat
     assert file.exists() == kept == bool(stop_signals.StopRequest(file, signals=False).asked())
 
 
-def test_a_rank_under_torchrun_ends_a_stop_with_0(monkeypatch):
+def test_stopped_rank_under_torchrun_exits_0(monkeypatch):
     """torchrun would start the ranks again after any other status."""
     monkeypatch.delenv(exit_status.JOB, raising=False)
     assert [exit_status.of_process(why) for why in ("finished", "stopped", "failed")] == [0, 85, 1]
@@ -319,7 +319,7 @@ def test_a_rank_under_torchrun_ends_a_stop_with_0(monkeypatch):
     assert [exit_status.of_process(why) for why in ("finished", "stopped", "failed")] == [0, 0, 1]
 
 
-def test_a_launch_script_believes_only_its_own_run(tmp_path, monkeypatch):
+def test_launch_query_ignores_exit_json_of_other_launch(tmp_path, monkeypatch):
     monkeypatch.setenv(LAUNCH, "n0-1-2")
     exit_status.write(tmp_path, "died")
     assert launch_query.ended(tmp_path, 1) == 75
@@ -366,7 +366,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(damaged, corpus, capsys):
 
 
 @pytest.mark.parametrize("place", ["/proc/run", "/sys/run", "corpus/run", "corpus"])
-def test_a_run_folder_that_cannot_be_is_refused(place, args, corpus, capsys):
+def test_impossible_run_folder_is_refused(place, args, corpus, capsys):
     place = place.replace("corpus", str(corpus))
     line = refusal(capsys, args(f"run.dir={place}"))
     assert f"run.dir={place}" in line and "give another" in line
@@ -394,14 +394,14 @@ def test_a_read_only_run_folder_is_refused(tmp_path, corpus, capsys):
     ],
 )
 @pytest.mark.parametrize("resume", ["auto", "path"])
-def test_another_architecture_is_refused(override, field, resume, finished, corpus, tmp_path, capsys):
+def test_resume_with_other_architecture_is_refused(override, field, resume, finished, corpus, tmp_path, capsys):
     folder = finished if resume == "auto" else tmp_path / "run"
     resume = "auto" if resume == "auto" else str(finished)
     line = refusal(capsys, arguments(folder, corpus, f"resume={resume}", override))
     assert "another architecture" in line and field in line and str(finished) in line
 
 
-def test_every_difference_to_the_checkpoint_is_named_with_the_way_out(finished, corpus, capsys):
+def test_resume_error_names_every_difference_and_fix(finished, corpus, capsys):
     before = (finished / "config.yaml").read_bytes()
     line = refusal(capsys, arguments(finished, corpus, "resume=auto", "model=moe_debug"))
     named = ("model.model_type", "model.num_experts", "model.num_experts_per_tok", "remove the recipe")
@@ -409,8 +409,8 @@ def test_every_difference_to_the_checkpoint_is_named_with_the_way_out(finished, 
     assert (finished / "config.yaml").read_bytes() == before
 
 
-def test_a_run_folder_is_enough(damaged, capsys):
-    """Even if the folder of its `init_from` is gone. A run that is refused late leaves the configuration as it was."""
+def test_resume_auto_needs_only_run_folder(damaged, capsys):
+    """The folder of its `init_from` may be gone. A run that is refused late leaves the configuration unchanged."""
     folder, _ = damaged
     saved = (folder / "config.yaml").read_text().replace("init_from: null", "init_from: /no/such/model")
     (folder / "config.yaml").write_text(saved)
@@ -500,7 +500,7 @@ AUTO = ("weight", "exp_avg", "header, the format", "state, the step", "config", 
 
 
 @pytest.mark.parametrize("damage", [pytest.param(d, marks=[pytest.mark.full] * (d not in AUTO)) for d in DAMAGES])
-def test_auto_uses_the_checkpoint_before_a_damaged_one(damage, damaged, corpus, finished, capsys):
+def test_resume_auto_uses_checkpoint_before_damaged_one(damage, damaged, corpus, finished, capsys):
     folder, newest = damaged
     spoil, named = DAMAGES[damage]
     spoil(newest)
@@ -513,8 +513,8 @@ def test_auto_uses_the_checkpoint_before_a_damaged_one(damage, damaged, corpus, 
     assert [r["step"] for r in rows(folder)] == [1, 2, 3, 4]
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_passed_over_and_set_aside(damaged, corpus, capsys):
-    """It would be the newest one for good."""
+def test_misnamed_checkpoint_is_skipped_and_set_aside(damaged, corpus, capsys):
+    """Otherwise it would count as the newest one forever."""
     folder, newest = damaged
     false = newest.with_name("step-99999999999999999999")
     shutil.copytree(newest, false)
@@ -527,7 +527,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over_and_set_asid
 
 
 @pytest.mark.parametrize("damage", ["weight", "state", "config cut"])
-def test_auto_refuses_where_every_checkpoint_is_damaged(damage, damaged, corpus, capsys):
+def test_resume_auto_refuses_if_all_checkpoints_are_damaged(damage, damaged, corpus, capsys):
     folder, newest = damaged
     for checkpoint in (newest, checkpoint_of(folder, 3)):
         DAMAGES[damage][0](checkpoint)
@@ -540,7 +540,7 @@ def test_auto_refuses_where_every_checkpoint_is_damaged(damage, damaged, corpus,
 
 @pytest.mark.full
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "config.json"])
-def test_no_flipped_bit_goes_unseen(file, damaged, corpus, tmp_path, capsys):
+def test_any_flipped_bit_of_checkpoint_is_refused(file, damaged, corpus, tmp_path, capsys):
     """Flips every 37th byte of a header or a small file, and 20 bytes of the tensors."""
     _, newest = damaged
     path = newest / file
@@ -557,7 +557,7 @@ def test_no_flipped_bit_goes_unseen(file, damaged, corpus, tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_torchrun_is_told_once_and_ends_at_once(tmp_path, corpus):
+def test_wrong_mesh_under_torchrun_is_one_error_at_once(tmp_path, corpus):
     began = time.monotonic()
     done = run(arguments(tmp_path / "run", corpus, "mesh.dp=4"), tmp_path, ranks=2)
     assert done.returncode != 0 and "needs 4 ranks but 2 started" in one_error(done.stderr)
@@ -565,14 +565,14 @@ def test_torchrun_is_told_once_and_ends_at_once(tmp_path, corpus):
 
 
 @pytest.mark.full
-def test_torchrun_ends_at_once_where_only_rank_0_can_know(finished, corpus, tmp_path):
+def test_error_on_rank_0_only_ends_torchrun_at_once(finished, corpus, tmp_path):
     began = time.monotonic()
     done = run(arguments(finished, corpus, "mesh.fsdp=-1"), tmp_path, ranks=2)
     assert done.returncode != 0 and "already holds a run" in one_error(done.stderr)
     assert time.monotonic() - began < 20
 
 
-def test_one_process_without_torchrun(tmp_path, corpus, monkeypatch):
+def test_one_process_trains_without_torchrun(tmp_path, corpus, monkeypatch):
     """It trains, also with the default logger, writes only to the run folder, and imports no compiler."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
@@ -605,14 +605,14 @@ def test_one_process_refuses_on_stderr_with_status_2(tmp_path, corpus):
         (2, ["mesh.pp=2", "train.global_batch=10"], 2), (2, ["mesh.pp=2", "train.global_batch=3"], 1),
     ],
 )  # fmt: skip
-def test_a_rank_takes_its_share_at_once(world, overrides, each):
-    """Unless told otherwise, or there is a pipeline to fill."""
+def test_default_micro_batch_is_share_of_rank(world, overrides, each):
+    """An explicit micro_batch wins, and a pipeline needs several microbatches."""
     cfg = resolve(load_config(["recipe=llama_small", *overrides]), world)
     assert cfg.train.micro_batch == each
 
 
 @pytest.mark.full
-def test_the_rest_of_two_ranks(tmp_path, corpus):
+def test_mesh_size_minus_1_uses_all_ranks(tmp_path, corpus):
     assert run_ranks(rank_main, 2, arguments(tmp_path / "run", corpus, "mesh.fsdp=-1", "train.steps=3")) == [0, 0]
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").mesh.fsdp == 2
     assert [r["step"] for r in rows(tmp_path / "run")] == [1, 2, 3]
@@ -628,7 +628,7 @@ def recipe(tmp_path) -> Path:
     return tmp_path / "mine"
 
 
-def test_cfg_job_shows_the_run(recipe, tmp_path, monkeypatch, capsys):
+def test_cfg_job_prints_resolved_run(recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--config-dir", str(recipe), "--cfg", "job", "recipe=tiny", "optim.lr=0.5"]) == 0
     shown = OmegaConf.create(capsys.readouterr().out)
@@ -641,11 +641,11 @@ def test_cfg_job_shows_the_run(recipe, tmp_path, monkeypatch, capsys):
     ("override", "expected"),
     [("mesh.fsdq=2", "'mesh.fsdp'"), ("+mesh.fsdq=2", "'mesh.fsdp'"), ("recipe=llama_smal", "'llama_small'")],
 )
-def test_hydras_flags_refuse_alike(flags, override, expected, tmp_path, capsys):
+def test_hydra_flags_print_same_errors(flags, override, expected, tmp_path, capsys):
     assert expected in refusal(capsys, [*flags, f"run.dir={tmp_path}/run", override])
 
 
-def test_multirun(tmp_path, corpus):
+def test_multirun_writes_one_folder_per_job(tmp_path, corpus):
     """Each job has a folder and a name of its own, and loggers a group and tags."""
     done = run([*arguments(Path("-"), corpus)[:-1], "--multirun", "train.steps=3", "run.seed=1,2"], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -673,7 +673,7 @@ def test_multirun(tmp_path, corpus):
         (["run.name=n", f"data.text_key={'x' * 90},y"], ["runs/n/0", "runs/n/data.text_key=y"]),
     ],
 )
-def test_the_folders_of_a_sweep(overrides, folders, tmp_path, corpus):
+def test_sweep_folders_follow_run_dir(overrides, folders, tmp_path, corpus):
     given = [*arguments(Path("-"), corpus)[:-1], "--multirun", "train.steps=1", "optim.warmup=0"]
     done = run([*given, *overrides], tmp_path)
     assert done.returncode == 0, done.stderr
@@ -681,7 +681,7 @@ def test_the_folders_of_a_sweep(overrides, folders, tmp_path, corpus):
 
 
 @pytest.mark.full
-def test_a_stop_ends_a_sweep(tmp_path, corpus):
+def test_stop_signal_ends_sweep(tmp_path, corpus):
     args = [*arguments(Path("-"), corpus)[:-1], "--multirun", "train.steps=100000", "run.seed=1,2"]
     first = tmp_path / "runs" / "llama_debug" / "run.seed=1"
     with started(args, tmp_path) as process:
@@ -692,14 +692,14 @@ def test_a_stop_ends_a_sweep(tmp_path, corpus):
 
 
 @pytest.mark.full
-def test_multirun_reports_the_error_of_each_run_in_one_line(finished, corpus, tmp_path):
+def test_multirun_prints_one_error_line_per_job(finished, corpus, tmp_path):
     same = [f"hydra.sweep.dir={finished}", "hydra.sweep.subdir=."]
     done = run(["--multirun", *arguments(finished, corpus), "run.seed=1,2", *same], tmp_path)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 2 and all("already holds a run" in one_error(line) for line in lines)
 
 
-def test_a_recipe_of_the_users(recipe, tmp_path, corpus, monkeypatch):
+def test_user_recipe_trains(recipe, tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rest = arguments(tmp_path / "run", corpus, "train.steps=3")[1:]
     assert main(["--config-dir", recipe.name, "recipe=tiny", *rest]) == 0

@@ -39,14 +39,14 @@ LINES = {  # the line up to the cursor -> what its last word may become
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_candidates(line, tmp_path):
+def test_candidates_complete_each_line(line, tmp_path):
     (tmp_path / "mine/recipe").mkdir(parents=True)
     (tmp_path / "mine/recipe/own.yaml").touch()
     fill = lambda text: text.replace("{dir}", str(tmp_path))
     assert candidates(fill(line)) == [fill(word) for word in LINES[line]]
 
 
-def test_the_flag(capsys, monkeypatch):
+def test_completion_flag_answers_query_and_refuses_mistakes(capsys, monkeypatch):
     monkeypatch.setenv("COMP_LINE", "ndtrain train recipe=llama3_8")
     assert main(["train", "-sc", "query=bash"]) == 0
     assert capsys.readouterr().out == "recipe=llama3_8b\n"
@@ -54,7 +54,7 @@ def test_the_flag(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("error: -sc install=fsh: did you mean 'install=fish'?")
 
 
-def test_it_imports_no_torch():
+def test_completion_imports_no_torch():
     code = "import sys; from ndtrain.run.completion import candidates; candidates('ndtrain train optim.schedule'); "
     subprocess.run([sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True, timeout=60)
 
@@ -90,8 +90,8 @@ def installed(shell: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("typed", TYPED)
 @pytest.mark.parametrize("shell", SHELLS)
-def test_in_an_interactive_shell(shell, typed, tmp_path):
-    """As a user types: a word completed in part goes on where it stops."""
+def test_completion_works_in_interactive_shell(shell, typed, tmp_path):
+    """The test types like a user: after a partial completion the next keys continue the word."""
     installed(shell)
     file, text, command = SHELLS[shell]
     (tmp_path / file).write_text(text)
@@ -116,8 +116,8 @@ def test_in_an_interactive_shell(shell, typed, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("line", ["ndtrain tr", "ndtrain train recipe=llama_s", "ndtrain train optim.schedule=c"])
-def test_fish_offers(line, tmp_path):
-    """fish says what it would offer for a line, each with a description behind a tab."""
+def test_fish_lists_candidates(line, tmp_path):
+    """fish prints its candidates for a line, each with a description after a tab."""
     installed("fish")
     code = f'ndtrain train -sc install=fish | source; complete -C "{line}"'
     done = subprocess.run(
@@ -136,5 +136,5 @@ def shown(fd: int, text: str, seconds: float = 90) -> str:
     return out
 
 
-def test_every_command_completes():
+def test_completion_lists_every_command():
     assert candidates("ndtrain ") == [*completion.COMMANDS, "--help", "--version"]

@@ -16,7 +16,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120)
 
 
-def test_help_and_version(capsys):
+def test_console_prints_help_and_version(capsys):
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out
     assert usage.startswith("usage: ndtrain COMMAND") and all(f"  {command} " in usage for command in COMMANDS)
@@ -30,7 +30,7 @@ def test_an_unknown_command_names_the_near_miss(capsys):
     assert capsys.readouterr().err.startswith("error: trian: no such command; did you mean 'train'? known: train, data")
 
 
-def test_an_interrupt_is_one_line(monkeypatch, capsys):
+def test_ctrl_c_prints_one_line(monkeypatch, capsys):
     """Ctrl-C while a command imports its modules, which takes seconds."""
 
     def interrupted(*args, **kwargs):
@@ -56,7 +56,7 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys):
         pytest.param(["bench", "--help"], 0, "peers", marks=pytest.mark.full),
     ],
 )
-def test_a_command_runs_as_its_module_does(args, status, text):
+def test_console_command_runs_like_its_module(args, status, text):
     done = run(*args)
     assert done.returncode == status, done.stderr
     assert text in done.stdout + done.stderr
@@ -70,7 +70,7 @@ def test_a_command_runs_as_its_module_does(args, status, text):
         "schedule schedule=1f1b pp=2 microbatches=4",
     ],
 )
-def test_output_into_a_pipe_that_nobody_reads_ends_without_a_traceback(args):
+def test_closed_output_pipe_gives_no_traceback(args):
     """`ndtrain bench --help | head -1`, where head has ended before the command writes."""
     reader, writer = os.pipe()
     os.close(reader)

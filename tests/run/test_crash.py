@@ -81,7 +81,7 @@ def kill_one_rank(args: list[str], folder: Path, moments: random.Random, during_
 
 @FULL
 @pytest.mark.parametrize("kills", [1, 10])
-def test_kill_one_of_two_ranks(kills, tmp_path, corpus):
+def test_killed_rank_resumes_to_same_result(kills, tmp_path, corpus):
     moments = random.Random(kills)
     steps = 12 * kills
     folder, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
@@ -180,9 +180,9 @@ def every_death(start: Path, folder: Path, first: list[str], then: list[str], wr
 @FULL
 @pytest.mark.parametrize("writes", [False, True], ids=["", "writes"])
 @pytest.mark.parametrize("case", ["a new step", "a damaged step again", "from an older step"])
-def test_kill_before_every_file_operation(case, writes, tmp_path, corpus):
+def test_kill_before_any_file_operation_does_not_change_result(case, writes, tmp_path, corpus):
     """A save is a sequence of file operations. A kill before any of them changes neither the final weights nor
-    metrics.jsonl. That includes saves that replace a damaged checkpoint, and saves with newer checkpoints beside."""
+    metrics.jsonl. That includes saves that replace a damaged checkpoint, and saves while newer checkpoints exist."""
     whole, start, folder = tmp_path / "whole", tmp_path / "start", tmp_path / "run"
     plan = ["train.steps=6", "checkpoint.keep=2"]
     resume = f"resume={checkpoint_of(folder, 3)}" if case == "from an older step" else "resume=auto"
@@ -204,7 +204,7 @@ def test_kill_before_every_file_operation(case, writes, tmp_path, corpus):
     assert deaths[-1].newest == "step-00000004"
 
 
-def test_what_a_kill_left_goes_with_the_next_save(tmp_path, corpus):
+def test_next_save_removes_leftovers_of_kill(tmp_path, corpus):
     folder = tmp_path / "run"
     assert main(arguments(folder, corpus, "train.stop_at=2")) == 0
     for name in (".writing-step-00000003", ".removing-step-00000001"):
@@ -265,7 +265,7 @@ SLOW = [
         *(pytest.param(*case, marks=FULL) for case in SLOW),
     ],
 )
-def test_a_stage_fails(fault, schedule, ranks, victim, tmp_path, corpus):
+def test_failing_stage_ends_job_and_shows_cause(fault, schedule, ranks, victim, tmp_path, corpus):
     """A rank fails in a backward of the second step. The job ends within seconds. The console shows only the traceback
     of the failed rank, or the launcher's report of the killed rank."""
     (tmp_path / "driver.py").write_text(DRIVER)
@@ -352,7 +352,7 @@ IN_FULL = ("config.json", "the tokenizer")
 
 
 @pytest.mark.parametrize("fails_at", [pytest.param(f, marks=[FULL] * (f in IN_FULL)) for f in FREE_SPACE])
-def test_disk_full_during_a_save(fails_at, disk, whole, tmp_path, corpus, capsys):
+def test_full_disk_during_save_keeps_old_checkpoint(fails_at, disk, whole, tmp_path, corpus, capsys):
     """Training continues to its end with warnings and keeps the old checkpoint. A resumed run starts from it once the
     disk has free space."""
     files = list(newest(whole).iterdir())
@@ -384,7 +384,7 @@ def at_step(number: int, action):
     return mock.patch.object(TrainingStep, "forward_backward", acting)
 
 
-def test_disk_full_for_a_while(disk, whole, tmp_path, corpus, capsys):
+def test_full_disk_for_a_while_ends_in_success(disk, whole, tmp_path, corpus, capsys):
     """The exit status is 0 if the last save succeeds."""
     folder = disk(5_000_000)
     args = arguments(tmp_path / "run", corpus, "checkpoint.every=2", "checkpoint.keep=1")
@@ -412,7 +412,7 @@ def save_with_failure(args: list[str]) -> int:
 
 
 @FULL
-def test_one_rank_cannot_write(tmp_path, corpus):
+def test_failed_write_of_one_rank_skips_checkpoint(tmp_path, corpus):
     """No rank publishes that checkpoint, waits or stops."""
     args = arguments(tmp_path / "run", corpus, "mesh.fsdp=2", "checkpoint.every=2", "checkpoint.keep=9")
     assert run_ranks(save_with_failure, 2, args) == [0, 0]
@@ -421,7 +421,7 @@ def test_one_rank_cannot_write(tmp_path, corpus):
     assert "step 4 not saved: Input/output error: disk (rank 1)" in (tmp_path / "run/logs/rank-0.log").read_text()
 
 
-def test_the_whole_run_folder_is_full(disk, tmp_path, corpus):
+def test_full_run_folder_is_reported_without_traceback(disk, tmp_path, corpus):
     """metrics.jsonl and the logs cannot be written either. The run still finishes, reports it, and shows no
     traceback."""
     folder = disk(4096 * 3)
@@ -438,7 +438,7 @@ LONG = ["train.steps=100000", "resume=auto"]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=FULL), 2])
-def test_ctrl_c(ranks, tmp_path, corpus):
+def test_ctrl_c_saves_and_resumes(ranks, tmp_path, corpus):
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "mesh.fsdp=-1", *LONG)
     with started(args, tmp_path, ranks) as process:
@@ -477,7 +477,7 @@ def stuck_in_destroy_process_group(args: list[str], folder: str) -> int:
         return main(args)
 
 
-def test_a_rank_stuck_in_destroy_process_group_reports_its_stack_and_ends(tmp_path, corpus):
+def test_rank_stuck_in_destroy_process_group_ends_with_stack(tmp_path, corpus):
     folder = tmp_path / "run"
     with started_ranks(stuck_in_destroy_process_group, 2, arguments(folder, corpus, "mesh.fsdp=2"), str(tmp_path)) as (
         ranks,
@@ -494,7 +494,7 @@ def test_a_rank_stuck_in_destroy_process_group_reports_its_stack_and_ends(tmp_pa
 @FULL
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_ctrl_c_ends_at_once(ranks, tmp_path, corpus):
-    """Also in a step that takes many seconds."""
+    """This also works during a step that takes many seconds."""
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "mesh.fsdp=-1", "train.global_batch=10000")
     with started(args, tmp_path, ranks) as process:
@@ -513,7 +513,7 @@ def log_of(folder: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_ctrl_c_before_the_first_step(tmp_path, corpus, capsys):
+def test_ctrl_c_before_first_step_prints_one_line(tmp_path, corpus, capsys):
     with mock.patch("ndtrain.engine.setup.open_data", side_effect=KeyboardInterrupt):
         assert main(arguments(tmp_path / "run", corpus)) == 130
     (line,) = capsys.readouterr().err.splitlines()

@@ -21,13 +21,13 @@ def limits_after(soft: int, hard: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("soft", [200, 300])
-def test_the_soft_limit_becomes_the_hard_one(soft):
+def test_soft_limit_is_raised_to_hard_limit(soft):
     with multiprocessing.get_context("forkserver").Pool(1) as pool:
         assert pool.apply(limits_after, (soft, 300)) == (300, 300)
 
 
-def test_needed(monkeypatch):
-    """Measured: 107 of a gloo rank of 32; 576 of rank 0 of 128, which held the store, and 319 of the others."""
+def test_needed_descriptors_cover_measured_numbers(monkeypatch):
+    """Measured with gloo: 107 for a rank of 32. Of 128 ranks, rank 0 with the store had 576, the others 319."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert descriptors.needed("gloo", 1, 32) == 104 and descriptors.needed("gloo", 1, 128) == 296
     assert descriptors.needed("gloo", 0, 128) == 603
@@ -50,7 +50,7 @@ def open_files() -> int:
 
 
 @pytest.mark.full
-def test_ranks_need_no_more_than_estimated():
+def test_ranks_open_no_more_files_than_needed():
     for opened in run_ranks(open_files, 8):
         assert opened <= descriptors.needed("gloo", 1, 8)
 
@@ -69,7 +69,7 @@ def test_too_many_ranks_are_refused_in_one_line(tmp_path, monkeypatch):
     assert "\n" not in line and "32 ranks: each needs about 104 open files" in line and "the limit is 60" in line
 
 
-def test_one_process_needs_no_connections():
+def test_require_accepts_one_process():
     descriptors.require("gloo", 0, 1)
     with pytest.raises(ConfigError, match="start fewer ranks"):
         descriptors.require("gloo", 0, 10_000_000)

@@ -34,7 +34,7 @@ def fill(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["finished", "stopped", "failed", "died"])
-def test_the_end_is_written_on_a_full_disk(why, full_disk):
+def test_exit_json_is_written_on_full_disk(why, full_disk):
     exit_status.write(full_disk, why, step=4)
     ending = exit_status.read(full_disk)
     assert (ending.why, ending.code, ending.step) == (why, exit_status.CODES[why], 4)
@@ -53,7 +53,7 @@ def test_a_long_error_is_whole_where_the_disk_has_room(tmp_path):
     assert len(exit_status.read(tmp_path).error) == 20_000
 
 
-def test_a_run_that_could_not_report_its_end_does_not_begin(tmp_path):
+def test_begin_fails_if_exit_json_cannot_be_reserved(tmp_path):
     with tmpfs(tmp_path / "run") as mount:
         folder = mount("size=4k")
         fill(folder)
@@ -63,8 +63,8 @@ def test_a_run_that_could_not_report_its_end_does_not_begin(tmp_path):
 
 
 @pytest.mark.parametrize("at", [300, 512])
-def test_a_torn_write_is_detected(at, tmp_path):
-    """The first bytes of one state, the rest of another one."""
+def test_torn_exit_json_is_detected(at, tmp_path):
+    """The file has the first bytes of one state and the rest of another state."""
     files = []
     for error in ("a" * 600, "b" * 600):
         exit_status.write(tmp_path, "failed", error=error)
@@ -75,20 +75,20 @@ def test_a_torn_write_is_detected(at, tmp_path):
     assert exit_status.read(tmp_path) is None
 
 
-def test_it_is_plain_json(tmp_path):
+def test_exit_json_is_plain_json(tmp_path):
     exit_status.begin(tmp_path)
     content = json.loads((tmp_path / "exit.json").read_text())
     assert (content["why"], content["code"], content["requeue"]) == ("running", 75, True)
 
 
-def test_the_newest_checkpoint_is_named_whatever_the_end(tmp_path):
+def test_exit_json_names_newest_checkpoint(tmp_path):
     for step in (8, 400):
         checkpoint_of(tmp_path, step).mkdir(parents=True)
     exit_status.write(tmp_path, "hang", step=410)
     assert exit_status.read(tmp_path).checkpoint == str(checkpoint_of(tmp_path, 400))
 
 
-def test_the_first_error_stays(tmp_path):
+def test_write_first_keeps_first_error(tmp_path):
     exit_status.begin(tmp_path)
     exit_status.write_first(tmp_path, "failed", error="the cause")
     exit_status.write_first(tmp_path, "died", error="a peer has left")
@@ -102,7 +102,7 @@ def test_running_without_a_process_means_killed(tmp_path, capsys, monkeypatch):
     assert "the run was killed" in capsys.readouterr().err
 
 
-def test_a_launch_script_waits_for_ranks_that_outlived_torchrun(tmp_path, capsys):
+def test_launch_query_waits_for_ranks_that_outlive_torchrun(tmp_path, capsys):
     claim = folder_lock.acquire(tmp_path)
     exit_status.begin(tmp_path)
 
@@ -120,13 +120,13 @@ def test_a_launch_script_waits_for_ranks_that_outlived_torchrun(tmp_path, capsys
     assert "torchrun has ended before its ranks" in said and "rank 0 ended this run: torchrun was killed" in said
 
 
-def test_a_file_of_an_older_version_is_read(tmp_path):
+def test_exit_json_of_older_version_is_read(tmp_path):
     (tmp_path / "exit.json").write_text('{"why": "stopped", "code": 85}')
     assert exit_status.read(tmp_path).code == 85
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"null", b"\xff", b"[" * 200_000, b" " * (exit_status.LONGEST + 1)])
-def test_a_damaged_file_is_none(content, tmp_path):
+def test_damaged_exit_json_reads_as_none(content, tmp_path):
     (tmp_path / "exit.json").write_bytes(content)
     assert exit_status.read(tmp_path) is None
     assert os.listdir(tmp_path) == ["exit.json"]

@@ -96,7 +96,7 @@ def test_a_released_folder_is_free_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["killed", "its number has a new process", "not reaped"])
-def test_on_the_same_machine_the_dead_is_followed_at_once(gone, tmp_path):
+def test_dead_owner_on_same_machine_is_replaced_at_once(gone, tmp_path):
     me = Owner.this_process()
     child = subprocess.Popen(["sleep", "0" if gone == "not reaped" else "60"])
     try:
@@ -114,8 +114,8 @@ def test_on_the_same_machine_the_dead_is_followed_at_once(gone, tmp_path):
         child.wait()
 
 
-def test_on_the_same_machine_the_living_is_never_followed(tmp_path):
-    """Even where its heart does not beat: it is paused, or its file system is slow."""
+def test_living_owner_on_same_machine_is_never_replaced(tmp_path):
+    """This holds even without a heartbeat: the owner is paused, or its file system is slow."""
     with subprocess.Popen(["sleep", "60"]) as child:
         os.kill(child.pid, signal.SIGSTOP)
         ticks = int(Path(f"/proc/{child.pid}/stat").read_text().split()[21])
@@ -130,7 +130,7 @@ def test_on_the_same_machine_the_living_is_never_followed(tmp_path):
     assert f"touch {tmp_path}/stop" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_on_another_machine_the_dead_is_followed_after_the_stated_seconds(tmp_path, capsys):
+def test_dead_owner_on_other_machine_is_replaced_after_dead_s(tmp_path, capsys):
     left_by(tmp_path, elsewhere("n7"))
     assert DEAD_S <= taken(tmp_path) <= DEAD_S + 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -138,8 +138,8 @@ def test_on_another_machine_the_dead_is_followed_after_the_stated_seconds(tmp_pa
 
 
 @pytest.mark.parametrize("skew_s", [0, 600, -600, -1.7e9])
-def test_on_another_machine_the_living_is_never_followed(skew_s, tmp_path):
-    """Its heart beats once just before the observer gives up. Its clock may be wrong."""
+def test_living_owner_on_other_machine_is_never_replaced(skew_s, tmp_path):
+    """Its heart beats once just before the observer's wait ends. Its clock may be wrong."""
     right = time.time()
     with mock.patch("time.time", lambda: right + skew_s):
         file = left_by(tmp_path, elsewhere())
@@ -148,7 +148,7 @@ def test_on_another_machine_the_living_is_never_followed(skew_s, tmp_path):
             taken(tmp_path, then=beat)
 
 
-def test_the_observers_own_slow_file_system_kills_nobody(tmp_path):
+def test_slow_file_system_of_observer_replaces_no_owner(tmp_path):
     """It begins to count again after a gap between two looks."""
     left_by(tmp_path, elsewhere())
     clock = Clock()
@@ -158,7 +158,7 @@ def test_the_observers_own_slow_file_system_kills_nobody(tmp_path):
     assert clock.now >= 10 * 20 + DEAD_S
 
 
-def test_the_heart_beats(tmp_path):
+def test_owner_file_beats_until_release(tmp_path):
     with mock.patch.object(folder_lock, "BEAT_S", 0.01):
         lock = acquire(tmp_path)
         seen = {folder_lock._beat_of(lock.file)}
@@ -169,7 +169,7 @@ def test_the_heart_beats(tmp_path):
 
 
 @pytest.mark.parametrize("then", ["queued again", "the same start", "another job", "another cluster"])
-def test_a_job_that_slurm_queues_again_waits_for_nobody(then, tmp_path):
+def test_requeued_slurm_job_takes_folder_at_once(then, tmp_path):
     left_by(tmp_path, elsewhere("n1", job="c:5", restart=1))
     job, restart = {"another job": ("c:6", 2), "another cluster": ("d:5", 2), "the same start": ("c:5", 1)}.get(
         then, ("c:5", 2)
@@ -178,7 +178,7 @@ def test_a_job_that_slurm_queues_again_waits_for_nobody(then, tmp_path):
     assert seconds == 0 if then == "queued again" else seconds >= DEAD_S
 
 
-def test_this_process_knows_its_job(monkeypatch):
+def test_this_process_reads_slurm_job(monkeypatch):
     for name, value in {"JOB_ID": "77", "CLUSTER_NAME": "c", "RESTART_COUNT": "3"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv(LAUNCH, "host-1-2.5")
@@ -186,18 +186,18 @@ def test_this_process_knows_its_job(monkeypatch):
     assert (me.job, me.restart, me.launch, me.pid) == ("c:77", 3, "host-1-2.5", os.getpid())
 
 
-def test_ranks_that_a_launch_script_starts_again_wait_for_nobody(tmp_path):
+def test_restarted_launch_takes_folder_at_once(tmp_path):
     left_by(tmp_path, elsewhere("n1", launch="a-1-2"))
     assert taken(tmp_path, elsewhere("n2", launch="a-1-2")) == 0
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"host": 1}'])
-def test_an_owner_file_without_sense_blocks_nobody_for_ever(content, tmp_path):
+def test_invalid_owner_file_expires(content, tmp_path):
     left_by(tmp_path, elsewhere()).write_text(content)
     assert DEAD_S <= taken(tmp_path) <= DEAD_S + 1
 
 
-def test_without_hard_links(tmp_path):
+def test_lock_works_without_hard_links(tmp_path):
     with mock.patch("os.link", side_effect=PermissionError(1, "no links")):
         lock = acquire(tmp_path)
         with pytest.raises(ConfigError, match="another Trainer of this process"):
@@ -244,7 +244,7 @@ def test_a_late_taker_finds_the_newer_owner(tmp_path):
 # ---------------------------------------------------------------------------------------------------- the former owner
 
 
-def test_an_owner_that_was_taken_over_notices(tmp_path):
+def test_replaced_owner_raises_folder_lost(tmp_path):
     paused = left_by(tmp_path, elsewhere())
     claim = Claim.from_message([str(paused), json.loads(paused.read_text())])
     claim.check()
@@ -275,7 +275,7 @@ def test_a_removed_owner_file_is_restored(tmp_path):
     assert folder_lock._beat_of(other.file) == 0
 
 
-def test_a_taker_that_has_not_cleaned_up_yet_is_the_owner(tmp_path):
+def test_newer_owner_file_counts_before_cleanup(tmp_path):
     lock = acquire(tmp_path)
     (lock.file.parent / "000002.json").write_text("{}")
     with pytest.raises(FolderLost):
@@ -283,7 +283,7 @@ def test_a_taker_that_has_not_cleaned_up_yet_is_the_owner(tmp_path):
     lock.release()
 
 
-def test_a_file_system_that_does_not_answer_ends_nobody(tmp_path):
+def test_unresponsive_file_system_ends_no_run(tmp_path):
     lock = acquire(tmp_path)
     for function in ("os.listdir", "pathlib.Path.read_text"):
         with mock.patch(function, side_effect=TimeoutError(110, "no answer")):
@@ -402,7 +402,7 @@ def test_a_second_run_is_refused(tmp_path, corpus, capsys):
 
 
 @FULL
-def test_two_jobs_in_one_folder(tmp_path, corpus):
+def test_second_job_is_refused_and_first_unharmed(tmp_path, corpus):
     """The second is refused in one line, and the first one loses nothing."""
     folder, straight = tmp_path / "run", tmp_path / "straight"
     assert main(arguments(straight, corpus)) == 0
@@ -462,8 +462,8 @@ def test_a_checkpoint_is_not_published_into_a_lost_folder(tmp_path, corpus):
     winners[0].release()
 
 
-def test_from_python(tmp_path, corpus):
-    """A Trainer gives its folder free at its end, after an error and with close()."""
+def test_trainer_releases_folder_at_end_error_and_close(tmp_path, corpus):
+    """A Trainer releases its folder at its end, after an error and with close()."""
     args = arguments(tmp_path / "run", corpus, "train.steps=2", "optim.warmup=1", "resume=auto")
     open_one = Trainer(compose(*args))
     with pytest.raises(ConfigError, match="another Trainer of this process"):
@@ -479,7 +479,7 @@ def test_from_python(tmp_path, corpus):
 
 
 @FULL
-def test_a_killed_owner_is_followed_at_once(tmp_path, corpus):
+def test_killed_owner_is_replaced_at_once(tmp_path, corpus):
     folder, straight = tmp_path / "run", tmp_path / "straight"
     args = arguments(folder, corpus, *ENDLESS)
     with started(args, tmp_path) as process:
@@ -497,7 +497,7 @@ def test_a_killed_owner_is_followed_at_once(tmp_path, corpus):
 
 @FULL
 @pytest.mark.skipif(bool(namespaces.missing()), reason=str(namespaces.missing()))
-def test_two_hosts(tmp_path, corpus):
+def test_folder_moves_to_second_host_after_power_loss(tmp_path, corpus):
     """Each host has processes of its own, as seen from the other. While n0 trains, n1 is refused. When n0 has lost its
     power, n1 goes on after the stated seconds."""
     folder, straight = tmp_path / "run", tmp_path / "straight"

@@ -56,7 +56,7 @@ def test_the_recorder_counts_by_channel_and_keeps_the_last():
     assert recorder.where == "F, op 4"
 
 
-def test_the_recorder_knows_what_is_waited_for_and_how_long():
+def test_recorder_knows_longest_wait():
     recorder = Recorder()
     recorder.begin(1)
     assert recorder.longest_wait() == (None, 0.0)
@@ -105,7 +105,7 @@ def report(rank: int, waits: dict | None = None, last: tuple = (), **counts: int
     return Report(rank, 3, "F0", waits, 6.0, of, dict(channels.values()), list(last), stack)
 
 
-def test_who_is_waited_for_and_waits_for_nobody_is_at_fault():
+def test_diagnose_names_rank_that_waits_for_nobody():
     reports = {0: report(0, record(), tp01=5), 1: report(1, tp01=4)}
     reports |= {
         2: report(2, record(channel="dp [0, 2]", number=2), dp02=2, tp23=5),
@@ -121,7 +121,7 @@ def test_who_is_waited_for_and_waits_for_nobody_is_at_fault():
     assert not any(re.match(r" *rank [023].* is waited for", line) for line in lines)
 
 
-def test_a_skipped_collective_shows_as_a_disagreement():
+def test_diagnose_shows_disagreement_after_skipped_collective():
     one = [record(number=4), record("reduce_scatter", number=5), record("all_gather", number=6)]
     other = [record(number=4), record("all_gather", number=5)]
     reports = {0: report(0, one[-1], tuple(one), tp01=6), 1: report(1, None, tuple(other), tp01=5)}
@@ -131,7 +131,7 @@ def test_a_skipped_collective_shows_as_a_disagreement():
     assert "rank 1 (tp=1): all_gather of 64 bytes, step 3 in F0" in line
 
 
-def test_who_does_not_answer_is_named():
+def test_diagnose_names_ranks_without_report():
     lines = diagnose({r: report(r, record(number=9), tp01=9) for r in (0,)}, SPEC).splitlines()
     assert lines[0] == "ranks 1, 2, 3 do not answer: dead, or cut off"
     assert "rank 0 (dp=0 tp=0) waits for rank 1" in lines[1]
@@ -140,7 +140,7 @@ def test_who_does_not_answer_is_named():
 # --------------------------------------------------------------------------------------------------- between the ranks
 
 
-def test_a_report_comes_as_it_was_sent():
+def test_report_round_trips_as_json():
     sent = report(1, record(), (record(), record(waited=2)), tp01=5)
     assert Report.from_json(json.loads(json.dumps(asdict(sent))), 1) == sent
 
@@ -152,7 +152,7 @@ def test_a_report_comes_as_it_was_sent():
         {"members": {"tp": 7}}, {"stack": [1]}, {"pending": [record()]}, {"more": 1},
     ],
 )  # fmt: skip
-def test_what_is_no_report_is_refused(change):
+def test_report_from_json_refuses_other_values(change):
     with pytest.raises(ValueError, match="not a report of rank 1"):
         Report.from_json(asdict(report(1, record())) | change, 1)
     for other in ("text", [], {}, None):
@@ -171,7 +171,7 @@ def watchdog(tmp_path, monkeypatch) -> Iterator[HangWatchdog]:
     watchdog.close()
 
 
-def test_a_rank_that_is_called_says_who_has_called(watchdog):
+def test_alerted_rank_names_caller(watchdog):
     SignedStore(watchdog.store, "attempt", "secret").put(CALLED, 3)
     assert watchdog.ended.wait(20)
     watchdog._diagnose(report(0), {})
@@ -180,7 +180,7 @@ def test_a_rank_that_is_called_says_who_has_called(watchdog):
 
 
 @pytest.mark.parametrize(("token", "caller"), [("guess", 3), ("secret", 4), ("secret", "3")])
-def test_a_call_that_no_rank_has_signed_ends_nothing(watchdog, token, caller):
+def test_unsigned_alert_is_ignored(watchdog, token, caller):
     SignedStore(watchdog.store, "attempt", token).put(CALLED, caller)
     assert not watchdog.ended.wait(0.3)
 
@@ -257,7 +257,7 @@ def hang_of(done: subprocess.CompletedProcess, folder: Path, tmp_path: Path, dea
 
 
 @pytest.mark.parametrize(("fault", "mesh", "ranks", "victim", "axis"), CASES)
-def test_a_hang_is_diagnosed(fault, mesh, ranks, victim, axis, tmp_path, corpus):
+def test_hang_is_diagnosed_by_rank_and_axis(fault, mesh, ranks, victim, axis, tmp_path, corpus):
     """One rank sleeps in the third step, or leaves a collective out."""
     (tmp_path / "driver.py").write_text(DRIVER)
     folder = tmp_path / "run"
@@ -281,7 +281,7 @@ def test_a_hang_is_diagnosed(fault, mesh, ranks, victim, axis, tmp_path, corpus)
 # ---------------------------------------------------------------------------------------------------------- slow ranks
 
 
-def test_a_slow_rank_is_named_once_and_when_it_recovers():
+def test_straggler_is_named_once_and_on_recovery():
     watch = Stragglers(MeshSpec(("pp", "tp"), (2, 2)))
     usual = [0.1, 0.1, 0.4, 0.4]  # the second stage has more work, so its ranks are not slow
     reports = [watch.update(usual) for _ in range(2 * WINDOW)]
@@ -295,7 +295,7 @@ def test_a_slow_rank_is_named_once_and_when_it_recovers():
     assert over.startswith("rank 3 (pp=1 tp=1) is no longer slow: ")
 
 
-def test_a_single_slow_step_or_a_tiny_one_is_no_slow_rank():
+def test_single_or_tiny_slow_step_is_no_straggler():
     watch = Stragglers(MeshSpec(("dp",), (2,)))
     assert not any(watch.update([0.1, 9.0 if step % 3 == 0 else 0.1]) for step in range(50))
     tiny = Stragglers(MeshSpec(("dp",), (2,)))

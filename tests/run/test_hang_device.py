@@ -43,7 +43,7 @@ def report(rank: int, last: list[dict], pending: list[dict], **completed: int) -
     return Report(rank, 5, "F2", pending[0] if pending else None, 7.0, counts, members, last, stack, pending, done)
 
 
-def test_who_has_not_launched_is_at_fault_however_far_the_others_are_ahead():
+def test_diagnose_names_rank_that_has_not_launched():
     ahead = [op("tp01", n, n, n + 0.5, step=3 + n // 9) for n in range(5, 40)]
     idle = [op("tp23", 9, 1.0)]
     reports = {
@@ -63,7 +63,7 @@ def test_who_has_not_launched_is_at_fault_however_far_the_others_are_ahead():
     assert len(lines) == 2
 
 
-def test_a_message_posted_early_is_no_alibi():
+def test_diagnose_ignores_message_posted_early():
     """The rank at fault has posted a receive, which its GPU has not completed and nothing waits for."""
     stuck = op("tp01", 5, 1.0, 1.1)
     reports = {
@@ -73,7 +73,7 @@ def test_a_message_posted_early_is_no_alibi():
     assert "rank 1 (dp=0 tp=1) is waited for" in diagnose(reports, SPEC)
 
 
-def test_every_channel_of_a_device_is_looked_at():
+def test_diagnose_checks_every_channel_of_device():
     """The oldest operation that is not complete is launched on both its ranks. The next channel's is not."""
     over_dp, over_tp = op("dp02", 3, 1.0, 1.1), op("tp01", 5, 1.05, 1.2)
     reports = {
@@ -87,7 +87,7 @@ def test_every_channel_of_a_device_is_looked_at():
     assert any(re.match(r"rank 0 .* waits for rank 1: .* in all_gather 5 over tp", line) for line in lines)
 
 
-def test_a_chain_of_devices_leads_to_its_end():
+def test_diagnose_follows_chain_of_devices():
     """Rank 3's host is late. Rank 2 waits for it over tp, and has launched what rank 0 waits for behind that."""
     over_dp = [op("dp02", 3, 1.0, 1.1)]
     over_tp, behind = op("tp23", 7, 4.0, 4.1), op("dp02", 3, 5.0, 5.1)
@@ -103,7 +103,7 @@ def test_a_chain_of_devices_leads_to_its_end():
     assert lines[2].startswith("rank 2 (dp=1 tp=0) waits for rank 3: step 5, F2, waiting 7 s in all_gather 7 over tp")
 
 
-def test_an_operation_that_all_have_launched_is_named():
+def test_diagnose_names_operation_launched_by_all():
     stuck = [op("tp01", 5, 1.0, 1.1), op("tp01", 6, 2.0, 2.1)]
     reports = {r: report(r, stuck, stuck[:1], tp01=4) for r in (0, 1)}
     lines = diagnose(reports, MeshSpec(("tp",), (2,))).splitlines()
@@ -114,7 +114,7 @@ def test_an_operation_that_all_have_launched_is_named():
     assert not any("is waited for" in line for line in lines)
 
 
-def test_the_step_that_is_not_complete_is_the_devices():
+def test_report_reached_is_step_of_device():
     assert report(0, [op("tp01", 5, 1.0, 1.1)], [op("tp01", 5, 1.0, 1.1)]).reached == 3
     assert report(0, [op("tp01", 5, 1.0)], []).reached == 5
 
@@ -145,7 +145,7 @@ CASES = [
 
 @pytest.mark.parametrize(("fault", "mesh", "victim", "axis"), CASES)
 @pytest.mark.full
-def test_a_hang_of_a_device_is_diagnosed(fault, mesh, victim, axis, tmp_path, corpus):
+def test_device_hang_is_diagnosed_by_rank_and_axis(fault, mesh, victim, axis, tmp_path, corpus):
     """Nothing blocks the hosts. All is as on a CPU: who, when, the exit code, exit.json and the ranks' files."""
     folder = tmp_path / "run"
     done = train(fault, victim, mesh, DEADLINE_S, tmp_path, corpus)
@@ -165,7 +165,7 @@ def test_a_hang_of_a_device_is_diagnosed(fault, mesh, victim, axis, tmp_path, co
 
 
 @FULL
-def test_a_device_that_completes_something_does_not_hang(tmp_path, corpus):
+def test_slow_device_is_no_hang(tmp_path, corpus):
     """Three operations of 5 s under a deadline of 8 s: the host waits 15 s for the result of the step."""
     done = train("slow", 0, "mesh.tp=2", 8, tmp_path, corpus)
     assert done.returncode == 0, done.stderr

@@ -92,7 +92,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_a_torchrun_that_ended_before_the_rank_began_is_gone(monkeypatch):
+def test_torchrun_that_ended_before_rank_is_gone(monkeypatch):
     ended = subprocess.Popen(["true"])
     ended.wait()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
@@ -111,7 +111,7 @@ def test_a_script_that_is_not_the_parent_is_no_launcher(launch):
     assert script_of_torchrun(launch).pid is None
 
 
-def test_the_end_of_the_launcher_asks_for_a_stop_and_a_signal_comes_first():
+def test_end_of_launcher_requests_stop_but_signal_wins():
     living, gone = Launcher(os.getppid()), Launcher(-1)
     assert StopRequest(signals=False, launcher=living).asked() == 0
     asked = StopRequest(signals=False, launcher=gone).asked()

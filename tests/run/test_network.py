@@ -1,4 +1,4 @@
-"""What listens during a run on one machine, and what a stranger who reaches it can do."""
+"""Sockets that listen during a run on one machine, and attacks by a stranger who reaches them."""
 
 import json
 import os
@@ -102,13 +102,13 @@ def test_a_pickle_in_the_store_is_not_executed(run):
     assert not mark.exists()
 
 
-def test_a_forged_hang_is_ignored_and_logged(run):
+def test_forged_hang_alert_is_ignored_and_logged(run):
     assert run.attack("1", ("configuration$", "hang/called"))
     run.goes_on()
     assert "hang/called" in (run.folder / "logs" / "rank-1.log").read_text()
 
 
-def test_a_saved_stop_is_the_launchers_exit_status(run):
+def test_stop_file_ends_launcher_with_85(run):
     """The last test of the run: it ends it."""
     (run.folder / "stop").touch()
     assert run.process.wait(120) == 85, run.console()

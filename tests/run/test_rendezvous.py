@@ -59,8 +59,8 @@ def greets(store, rank: int, nonce: str):
     return lambda: signed(store).put(f"handshake/{rank}", nonce)
 
 
-def test_the_wait_costs_a_few_operations_a_second_and_the_missing_are_named(monkeypatch):
-    """Two minutes for three of 64 ranks that never come. Rank 0 made 201,597 operations once."""
+def test_shake_hands_waits_cheaply_and_names_missing_ranks(monkeypatch):
+    """Rank 0 waits two minutes for three of 64 ranks that never come. It once took 201,597 operations."""
     shared = dist.HashStore()
     counting = Counting(shared)
     absent = (3, 17, 40)
@@ -71,14 +71,14 @@ def test_the_wait_costs_a_few_operations_a_second_and_the_missing_are_named(monk
     assert clock.now < 121 and counting.total < 120 * 5 + 2 * WORLD + 50, counting.operations
 
 
-def test_many_missing_ranks_are_counted(monkeypatch):
+def test_shake_hands_counts_many_missing_ranks(monkeypatch):
     Clock(monkeypatch)
     with pytest.raises(dist.DistStoreError, match=r"ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more did not$"):
         shake_hands(signed(dist.HashStore()), 0, WORLD, 1.0)
 
 
-def test_a_rank_of_an_earlier_attempt_is_missing(monkeypatch):
-    """Its handshake is in torchrun's store still, and it does not take the reply."""
+def test_shake_hands_ignores_ranks_of_earlier_attempt(monkeypatch):
+    """Its handshake is still in torchrun's store, but it never reads the reply."""
     store = dist.HashStore()
     Clock(monkeypatch)
     for rank in (1, 2):
@@ -87,7 +87,7 @@ def test_a_rank_of_an_earlier_attempt_is_missing(monkeypatch):
         shake_hands(signed(store), 0, 3, 9.0)
 
 
-def test_a_rank_says_that_rank_0_has_not_replied():
+def test_shake_hands_names_missing_reply_of_rank_0():
     with pytest.raises(dist.DistStoreError, match=r"^rank 2 had no reply from rank 0 within 0.1 s"):
         shake_hands(signed(dist.HashStore()), 2, 3, 0.1)
 
@@ -98,14 +98,14 @@ def met(store: dist.Store, world: int) -> set[str]:
         return set(pool.map(lambda rank: shake_hands(signed(store), rank, world, 60.0), range(world)))
 
 
-def test_ranks_meet_also_in_the_store_of_an_earlier_attempt():
+def test_shake_hands_works_in_store_of_earlier_attempt():
     store = dist.HashStore()
     first, second = met(store, 4), met(store, 4)
     assert len(first) == len(second) == 1 and first != second
     assert len(met(store, 1)) == 1
 
 
-def test_a_forged_handshake_and_a_forged_reply_are_ignored(capsys):
+def test_shake_hands_ignores_forged_messages(capsys):
     store = dist.HashStore()
     for rank in range(1, 4):
         SignedStore(store, "ndtrain", "guess").put(f"handshake/{rank}", "forged")
@@ -113,7 +113,7 @@ def test_a_forged_handshake_and_a_forged_reply_are_ignored(capsys):
 
 
 def test_the_ranks_of_one_host_meet_on_loopback(monkeypatch):
-    """Rank 0 serves the store, whose address is MASTER_ADDR elsewhere: here nobody asks who that is."""
+    """Rank 0 serves the store. On several hosts its address is MASTER_ADDR; on one host nothing resolves that name."""
     free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1)).port
     variables = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "no-such-host", "MASTER_PORT": str(free)}
     for name, value in variables.items():
@@ -131,7 +131,7 @@ def test_the_ranks_of_one_host_meet_on_loopback(monkeypatch):
     rendezvous._servers.pop(free)
 
 
-def test_without_a_place_to_meet_one_line_says_so(monkeypatch):
+def test_missing_master_addr_is_one_line_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

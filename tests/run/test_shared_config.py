@@ -49,7 +49,7 @@ def agreed(*overrides: list[str]) -> list[Config]:
 SAME = ["recipe=llama_debug", "mesh.fsdp=-1"]
 
 
-def test_what_a_resolver_says_on_rank_0_counts(monkeypatch):
+def test_resolvers_of_rank_0_apply_to_all_ranks(monkeypatch):
     given = [*SAME, "run.dir='runs/${now:%H-%M-%S.%f}-${train.seq_len}'", "train.seq_len=${oc.env:LENGTH}"]
     composed = []
     for length in ("32", "64"):
@@ -65,7 +65,7 @@ def test_what_a_resolver_says_on_rank_0_counts(monkeypatch):
     assert adopted == first and adopted.frozen and adopted.run.dir.endswith("-32")
 
 
-def test_ranks_that_agree_keep_what_they_have():
+def test_ranks_with_same_overrides_agree():
     one, two = agreed(SAME, SAME)
     assert one == two and one.mesh.fsdp == 2
 
@@ -79,13 +79,13 @@ def test_ranks_that_agree_keep_what_they_have():
         ("train.seq_len=${train.global_batch}", "train.seq_len=64 on rank 0 but 8 on rank 1"),
     ],
 )
-def test_overrides_that_differ_are_refused(override, line):
+def test_differing_overrides_are_refused(override, line):
     with pytest.raises(ConfigError, match=f"^{line}.*: give every rank the same overrides$"):
         agreed(SAME, [*SAME, override])
 
 
 @pytest.mark.parametrize("message", ["text", {}, {"written": 1, "resolved": {}, "claimed": []}])
-def test_what_is_no_configuration_is_refused(message):
+def test_adopt_refuses_message_that_is_no_configuration(message):
     cfg = load_config(SAME)
     written, messages = Written.of(cfg), SignedStore(dist.HashStore(), "attempt")
     messages.put("configuration", message)
@@ -93,7 +93,7 @@ def test_what_is_no_configuration_is_refused(message):
         shared_config.adopt(messages, 1, resolve(cfg, 2), written, PATIENCE_S)
 
 
-def test_a_rank_that_does_not_answer_is_named():
+def test_publish_names_rank_that_does_not_answer():
     cfg = load_config(SAME)
     written, messages = Written.of(cfg), SignedStore(dist.HashStore(), "attempt")
     messages.put("configuration/1", "same")
@@ -101,7 +101,7 @@ def test_a_rank_that_does_not_answer_is_named():
         shared_config.publish(messages, 3, resolve(cfg, 2), written, CLAIMED, 0)
 
 
-def test_two_ranks_have_one_folder(tmp_path, corpus, monkeypatch):
+def test_two_ranks_share_folder_named_by_time(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = arguments(tmp_path / "run", corpus, "mesh.fsdp=2", "train.steps=2", "optim.warmup=1")
     args.append(f"run.dir='{tmp_path}/runs/${{now:%H-%M-%S.%f}}'")
@@ -112,7 +112,7 @@ def test_two_ranks_have_one_folder(tmp_path, corpus, monkeypatch):
 
 
 @pytest.mark.full
-def test_torchrun_with_the_time_in_the_folders_name(tmp_path, corpus):
+def test_torchrun_ranks_share_folder_named_by_time(tmp_path, corpus):
     args = [*arguments(Path("-"), corpus), "mesh.fsdp=2", "run.dir='runs/${now:%H.%f}'"]
     done = run(args, tmp_path, 2)
     assert done.returncode == 0, done.stderr
@@ -121,8 +121,8 @@ def test_torchrun_with_the_time_in_the_folders_name(tmp_path, corpus):
 
 
 @pytest.mark.full
-def test_torchrun_with_overrides_that_differ(tmp_path, corpus, monkeypatch):
-    """As two hosts that were started with different commands."""
+def test_torchrun_ranks_with_differing_overrides_are_refused(tmp_path, corpus, monkeypatch):
+    """This is the case of two hosts started with different commands."""
     began = time.monotonic()
     args = arguments(tmp_path / "run", corpus, "mesh.fsdp=2", "run.seed=${oc.env:RANK}", "optim.lr=${oc.env:LR,1e-3}")
     (tmp_path / "driver.py").write_text(

@@ -22,7 +22,7 @@ def messages(store) -> SignedStore:
 
 
 @pytest.mark.parametrize("value", ["", 0, False, [], {"a": [1, 2.5, None]}, "ü"])
-def test_a_message_comes_as_it_was_sent(messages, store, value):
+def test_signed_message_round_trips(messages, store, value):
     messages.put("key", value)
     other = SignedStore(store, "attempt", "secret")
     assert other.read("key") == value and other.read_all(["key"]) == {"key": value}
@@ -52,13 +52,13 @@ def test_a_message_counts_only_under_its_key(messages, store):
     assert messages.read("report/1") == "rank 1"
 
 
-def test_a_message_of_another_job_or_of_none_is_absent(messages, store):
+def test_message_of_other_job_or_unsigned_is_absent(messages, store):
     for stranger in (SignedStore(store, "attempt", "guess"), SignedStore(store, "attempt", "")):
         stranger.put("key", 1)
         assert messages.read("key") is None
 
 
-def test_without_a_token_all_count_but_what_is_no_json(store, monkeypatch):
+def test_without_token_any_json_is_accepted(store, monkeypatch):
     monkeypatch.delenv(TOKEN, raising=False)
     messages = SignedStore(store, "attempt")
     SignedStore(store, "attempt", "of someone").put("key", 1)
@@ -68,21 +68,21 @@ def test_without_a_token_all_count_but_what_is_no_json(store, monkeypatch):
         assert messages.read("key") is None, text[:20]
 
 
-def test_the_token_is_that_of_the_environment(store, monkeypatch):
+def test_token_is_read_from_environment(store, monkeypatch):
     monkeypatch.setenv(TOKEN, "secret")
     SignedStore(store, "job").within("attempt").put("key", 1)
     assert SignedStore(store, "job/attempt", "secret").read("key") == 1
     assert "secret" not in store.get("job/attempt/key").decode()
 
 
-def test_a_message_that_is_too_long_is_not_parsed(messages, monkeypatch):
+def test_too_long_message_is_not_parsed(messages, monkeypatch):
     messages.put("key", "x" * 100)
     monkeypatch.setattr(signed_store, "MOST_BYTES", 100)
     monkeypatch.setattr(json, "loads", lambda text: pytest.fail("parsed"))
     assert messages.read("key") is None
 
 
-def test_a_waiting_rank_passes_over_a_forged_message(messages, store):
+def test_wait_ignores_forged_message(messages, store):
     store.set("attempt/key", "1")
     writer = Timer(0.1, lambda: SignedStore(store, "attempt", "secret").put("key", "genuine"))
     writer.start()
@@ -90,20 +90,20 @@ def test_a_waiting_rank_passes_over_a_forged_message(messages, store):
     writer.join()
 
 
-def test_those_that_came_in_time(messages):
+def test_wait_all_returns_messages_that_arrived(messages):
     messages.put("1", "one")
     assert messages.wait_all(["1", "2"], 0) == {"1": "one"}
 
 
-def test_one_process_has_a_claim(messages, store):
+def test_claim_is_won_by_one_process(messages, store):
     other = SignedStore(store, "attempt", "secret")
     assert messages.claim("reporter", 3) == 3 and other.claim("reporter", 5) == 3
     store.set("attempt/reporter", "7")
     assert other.claim("reporter", 5) == 5 and messages.claim("reporter", 3) == 5, "a forged claim is replaced"
 
 
-def test_over_tcp():
-    """The operations that PyTorch's own store has of its own."""
+def test_signed_store_works_over_tcp():
+    """PyTorch's TCP store has operations that a HashStore does not have."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     messages = SignedStore(server, "attempt", "secret")
     messages.put_all({"1": "one", "2": "two"})

@@ -1,4 +1,4 @@
-"""What torchrun shows of a rank that fails: the line of the rank, at the end."""
+"""torchrun's report of a failing rank: it ends with the error line of the rank."""
 
 import json
 import os
@@ -40,13 +40,13 @@ def box(*failures: ProcessFailure) -> list[str]:
     return [line.strip() for line in str(error).splitlines()]
 
 
-def test_torchruns_box_ends_with_the_line(error_file):
+def test_torchrun_box_ends_with_error_line(error_file):
     record_error("mesh.fsdp=3: needs 3 ranks")
     record_error("a later error of the same rank")
     assert box(ProcessFailure(0, 1, 2, str(error_file)))[-2] == "traceback : mesh.fsdp=3: needs 3 ranks"
 
 
-def test_an_exception_is_one_line(error_file):
+def test_recorded_exception_is_one_line(error_file):
     try:
         fails()
     except RuntimeError as error:
@@ -56,15 +56,15 @@ def test_an_exception_is_one_line(error_file):
     assert f"{Path(__file__).name}:" in line
 
 
-def test_the_rank_at_fault_is_before_one_that_torchrun_has_ended(error_file):
-    """In the same second, with the smaller number, and without a file of its own."""
+def test_box_names_failing_rank_before_terminated_ones(error_file):
+    """The terminated rank failed in the same second, has the smaller number, and wrote no error file."""
     record_error("the cause")
     assert (
         box(ProcessFailure(0, 1, -15, "none"), ProcessFailure(1, 2, 1, str(error_file)))[-2] == "traceback : the cause"
     )
 
 
-def test_without_torchrun_or_its_folder_nothing_happens(tmp_path, monkeypatch):
+def test_record_error_without_torchrun_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv(ERROR_FILE, raising=False)
     record_error("x")
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "gone/error.json"))
@@ -72,12 +72,12 @@ def test_without_torchrun_or_its_folder_nothing_happens(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_benches_tell_torchrun_too(error_file, capsys):
+def test_bench_error_is_recorded_for_torchrun(error_file, capsys):
     assert bench.main(["peerz"]) == 2
     assert json.loads(error_file.read_text())["message"]["message"].startswith("peerz: no such bench; did you mean")
 
 
-def test_the_last_line(error_file):
+def test_last_line_names_rank_and_cause(error_file):
     said = lambda local_rank, code, file="none": torchrun.last_line(3, ProcessFailure(local_rank, 1, code, file))
     assert said(1, -9) == "rank 3 failed: ended by SIGKILL, possibly because the host ran out of memory"
     assert said(1, -11) == "rank 3 failed: ended by SIGSEGV"
@@ -91,7 +91,7 @@ def test_the_last_line(error_file):
 
 
 @pytest.mark.parametrize(("given", "ranks", "threads"), [(None, 2, 4), (None, 16, 1), ("3", 2, 3)])
-def test_threads_of_a_rank(given, ranks, threads, monkeypatch):
+def test_set_threads_divides_cores_over_ranks(given, ranks, threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("OMP_NUM_THREADS", given or "")
     monkeypatch.setenv(THREADS_ARE_A_DEFAULT, "")
@@ -103,7 +103,7 @@ def test_threads_of_a_rank(given, ranks, threads, monkeypatch):
     assert (THREADS_ARE_A_DEFAULT in os.environ) == (given is None)
 
 
-def test_help(capsys):
+def test_torchrun_help_prints_usage(capsys):
     assert torchrun.main(["--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: ndtrain torchrun [torchrun's options] -m ndtrain.train")
 
@@ -131,20 +131,20 @@ def folder(tmp_path, monkeypatch) -> Path:
         ("died", "a peer was lost", 143, 143),
     ],
 )  # fmt: skip
-def test_the_exit_status_is_that_of_the_run(why, error, ranks, status, folder):
-    """The last four: nothing but the start is written, as where the disk is full; or a signal has ended it unsaved."""
+def test_status_of_run_follows_exit_json(why, error, ranks, status, folder):
+    """In the last four cases exit.json has only the start (a full disk), or a signal ended the run unsaved."""
     exit_status.write(folder, why, error=error)
     assert torchrun.status_of_run(ranks, "job") == status
 
 
-def test_how_another_start_ended_says_nothing(folder, monkeypatch):
+def test_status_of_run_ignores_other_start(folder, monkeypatch):
     exit_status.write(folder, "finished")
     monkeypatch.setenv(LAUNCH, "n0-8-2.5")
     assert torchrun.status_of_run(1, "job") == 0, "on another host of the same job"
     assert torchrun.status_of_run(1, "later job") == 1
 
 
-def test_without_a_run_folder_the_ranks_status_counts(folder, tmp_path):
+def test_status_of_run_without_folder_is_status_of_ranks(folder, tmp_path):
     exit_status.write(folder, "finished")
     (tmp_path / "told").unlink()
     assert torchrun.status_of_run(2, "job") == 2 and torchrun.status_of_run(0, "job") == 0
@@ -162,7 +162,7 @@ def test_without_a_run_folder_the_ranks_status_counts(folder, tmp_path):
         (["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "n0:2379"], "etcd-v2"),
     ],
 )
-def test_which_rendezvous_a_launch_has(argv, backend, monkeypatch, capsys):
+def test_choose_rendezvous_follows_arguments(argv, backend, monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     for name in (TOKEN, LAUNCH, "NDTRAIN_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.pop(name, None)
@@ -175,13 +175,13 @@ def test_which_rendezvous_a_launch_has(argv, backend, monkeypatch, capsys):
     assert (f"warning: {TOKEN} is not set" in capsys.readouterr().err) == (backend == SEVERAL_HOSTS)
 
 
-def test_the_users_interface_stays(monkeypatch):
+def test_choose_rendezvous_keeps_user_interface(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ | {"GLOO_SOCKET_IFNAME": "eth7"})
     torchrun.choose_rendezvous(run.parse_args(["-m", "ndtrain.train"]))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
-def test_an_interface_that_is_not_there_is_one_line(monkeypatch, capsys):
+def test_missing_interface_is_one_line_error(monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", os.environ | {"NDTRAIN_INTERFACE": "eth7"})
     assert torchrun.main(["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n0:1", "-m", "x"]) == 2
     err = capsys.readouterr().err
@@ -209,7 +209,7 @@ def ended(argv: list[str], cwd: Path) -> tuple[int, str]:
 
 
 @FULL
-def test_a_wrong_mesh_is_one_line(tmp_path):
+def test_wrong_mesh_is_one_line_error(tmp_path):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "mesh.fsdp=3")
     code, err = ended([*WRAPPER, "-m", "ndtrain.train", *args], tmp_path)
     assert code == 2 and err.startswith("error: mesh fsdp=3 needs 3 ranks but 2 started") and err.count("\n") == 1
@@ -217,7 +217,7 @@ def test_a_wrong_mesh_is_one_line(tmp_path):
 
 @FULL
 def test_a_refused_run_of_two_ranks_leaves_no_folder(tmp_path):
-    """Rank 0 alone refuses it: the other one has opened no log by then."""
+    """Only rank 0 refuses it, before rank 1 has opened a log."""
     overrides = ["mesh.fsdp=2", "train.sample_every=1", "train.sample_prompts=[]"]
     args = arguments(tmp_path / "runs" / "new", write_corpus(tmp_path / "corpus.txt"), *overrides)
     code, err = ended([*WRAPPER, "-m", "ndtrain.train", *args], tmp_path)
@@ -226,7 +226,7 @@ def test_a_refused_run_of_two_ranks_leaves_no_folder(tmp_path):
 
 
 @FULL
-def test_plain_torchrun_ends_with_the_line(tmp_path):
+def test_plain_torchrun_ends_with_error_line(tmp_path):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "mesh.fsdp=3")
     plain = [sys.executable, "-m", "torch.distributed.run", *WRAPPER[3:]]
     code, err = ended([*plain, "-m", "ndtrain.train", *args], tmp_path)
@@ -234,7 +234,7 @@ def test_plain_torchrun_ends_with_the_line(tmp_path):
 
 
 @FULL
-def test_an_interrupt_leaves_no_traceback(tmp_path):
+def test_ctrl_c_saves_without_traceback(tmp_path):
     folder = tmp_path / "run"
     args = arguments(folder, write_corpus(tmp_path / "corpus.txt"), "mesh.fsdp=2", "train.steps=100000")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "launch"
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_of_train(flag, capsys):
+def test_train_help_lists_groups_and_sections(flag, capsys):
     assert main([flag]) == 0
     out = capsys.readouterr().out
     assert "usage: python -m ndtrain.train [KEY=VALUE ...]" in out and "docs/configuration.md" in out
@@ -30,7 +30,7 @@ def test_help_of_train(flag, capsys):
     assert max(map(len, out.splitlines())) <= 120 and "hydra" not in out.split("flags:")[0].lower()
 
 
-def test_help_names_own_recipes(tmp_path, capsys):
+def test_train_help_lists_own_recipes(tmp_path, capsys):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe/own.yaml").touch()
     assert main(["--config-dir", str(tmp_path), "--help"]) == 0
@@ -39,27 +39,27 @@ def test_help_names_own_recipes(tmp_path, capsys):
     )
 
 
-def test_the_command_is_named_as_it_was_called(monkeypatch):
+def test_usage_names_command_as_called(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ndtrain train"])
     assert "usage: ndtrain train [KEY=VALUE ...]" in usage.train()
 
 
-def test_help_of_preflight(capsys):
+def test_preflight_help_prints_usage(capsys):
     assert preflight_command.preflight is preflight
     assert cli.main(preflight, ["--help"], usage.preflight) == 0
     out = capsys.readouterr().out
     assert "-m ndtrain.preflight [the run's own KEY=VALUE ...]" in out and "exit status: 0" in out
 
 
-def test_the_version_is_ndtrains(capsys):
+def test_version_flag_prints_ndtrain_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"ndtrain {ndtrain.__version__}\n"
 
 
 @pytest.mark.parametrize("script", ["local.sh", "multihost.sh", "node.sh", "train.sbatch"])
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_of_a_launch_script(script, flag, tmp_path):
-    """The comment at its head, to the end, and nothing else happens."""
+def test_launch_script_help_prints_its_comment(script, flag, tmp_path):
+    """It prints the whole comment at the head of the script and does nothing else."""
     done = subprocess.run(["bash", SCRIPTS / script, flag], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     comment = [line.removeprefix("#").removeprefix(" ") for line in (SCRIPTS / script).read_text().splitlines()]
     last = comment[comment.index("set -euo pipefail") - 1]

@@ -36,15 +36,15 @@ def lab(colour: str, vision: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("vision", VISIONS)
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_kinds_of_action_look_different(vision, chunks):
+def test_action_colours_are_distinguishable(vision, chunks):
     seen = [(kind, lab(_shade(kind, c, chunks)[0], VISIONS[vision])) for kind in COLOURS for c in range(chunks)]
     for (kind, a), (other, b) in combinations(seen, 2):
         assert kind == other or dist(a, b) >= APART, f"{kind} and {other}: {dist(a, b):.0f}"
 
 
 @pytest.mark.parametrize("kind", COLOURS)
-def test_numbers_can_be_read_in_every_shade(kind):
-    """Contrast of at least 4.5 (WCAG 2, level AA)."""
+def test_numbers_are_legible_on_every_shade(kind):
+    """The contrast is at least 4.5 (WCAG 2, level AA)."""
     for chunk in range(4):
         colour, text = _shade(kind, chunk, 4)
         light = lambda c: (lab(c, VISIONS["all cones"])[0] + 16) / 116

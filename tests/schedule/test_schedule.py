@@ -45,7 +45,7 @@ def idle(schedule, cost=None) -> set[float]:
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_tables_are_legal_and_round_trip_through_a_file(name, tmp_path):
+def test_generated_tables_are_legal_and_round_trip_as_csv(name, tmp_path):
     """For every size the table runs, and reading its file gives the same table."""
     for pp in range(1, 9):
         for m in range(1, 3 * pp + 2):
@@ -60,7 +60,7 @@ def test_generated_tables_are_legal_and_round_trip_through_a_file(name, tmp_path
                 assert (read.table, read.rank_of) == (made.table, made.rank_of)
 
 
-def test_placement():
+def test_rank_of_places_stages_by_schedule():
     assert build("interleaved", 3, 3).rank_of == (0, 1, 2, 0, 1, 2)
     for name in ("zb_v", "dualpipe_v"):
         vee = build(name, 3, 5)
@@ -74,7 +74,7 @@ def test_placement():
 
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_bubble_of_gpipe_and_1f1b(name, p):
+def test_gpipe_and_1f1b_have_bubble_of_theory(name, p):
     for m in (p, p + 1, 3 * p, 4 * p + 3):
         assert idle(build(name, p, m)) == {3 * (p - 1)}
         assert simulate(build(name, p, m)).bubble == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
@@ -83,7 +83,7 @@ def test_bubble_of_gpipe_and_1f1b(name, p):
 
 @pytest.mark.parametrize("p", RANKS)
 @pytest.mark.parametrize("v", [2, 3])
-def test_bubble_of_interleaved(v, p):
+def test_interleaved_has_bubble_of_theory(v, p):
     for m in (p, 2 * p, 3 * p):
         assert simulate(build("interleaved", p, m, v)).bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
     for m in (
@@ -96,7 +96,7 @@ def test_bubble_of_interleaved(v, p):
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_bubble_of_zb_h1(p):
+def test_zb_h1_has_bubble_of_paper(p):
     """(p-1)(F + I - W), a third of 1F1B's (p-1)(F + B) where all three are equal (arXiv:2401.10241, table 1)."""
     for m in (p, 2 * p, 3 * p + 1):
         assert idle(build("zb_h1", p, m)) == {p - 1}
@@ -104,7 +104,7 @@ def test_bubble_of_zb_h1(p):
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_bubble_of_zb_v(p):
+def test_zb_v_has_bubble_of_paper(p):
     """No rank waits between its first action and its last (arXiv:2405.15362). The remaining bubble is the p-1 forwards
     before the first input of the last rank. It is the minimum for this placement."""
     for m in (2 * p - 1, 2 * p, 3 * p + 1):
@@ -116,7 +116,7 @@ def test_bubble_of_zb_v(p):
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_bubble_of_dualpipe_v(p):
+def test_dualpipe_v_has_bubble_of_paper(p):
     """(p-1)(F&B + B - 3W) as published, if an overlapped forward and backward take F&B and end together; here
     F&B = F + B. If they run one after the other, the results of the first are sent earlier, and half of that bubble
     remains."""
@@ -158,7 +158,7 @@ def duration(a: Action) -> int:
 
 
 @pytest.mark.parametrize("p", RANKS)
-def test_peak_of_live_activations(p):
+def test_schedules_have_expected_peak_of_activations(p):
     for m in (2 * p, 4 * p):
         peak = {name: simulate(build(name, p, m)).peak_shares for name in GENERATED}
         assert peak["gpipe"] == [m] * p
@@ -169,13 +169,13 @@ def test_peak_of_live_activations(p):
         assert peak["interleaved"][0] == (3 * p - 1) / 2, "a warm-up of p + 2(p-1) chunks, and one"
 
 
-def test_activations_that_only_the_input_gradient_needs_live_shorter():
+def test_zb_h1_frees_input_gradient_activations_earlier():
     timeline = simulate(build("zb_h1", 4, 8))
     assert timeline.peak == [4, 4, 4, 4]
     assert timeline.peak_input == [4, 3, 2, 1]
 
 
-def test_fewer_microbatches_than_phases_need():
+def test_few_microbatches_shorten_makespan_and_bound_peak():
     """With fewer microbatches than fill a schedule, each one less still shortens it, and at most all are alive."""
     for name in GENERATED:
         for p in (2, 3, 4, 8):
@@ -184,7 +184,7 @@ def test_fewer_microbatches_than_phases_need():
             assert all(max(line.peak_shares) <= m for m, line in enumerate(lines, 1))
 
 
-def test_latency_and_cost_by_action():
+def test_simulate_applies_latency_and_cost_per_action():
     timeline = simulate(build("1f1b", 2, 1), latency=0.5)
     assert [(s.start, s.end) for row in timeline.spans for s in row] == [(0, 1), (5, 7), (1.5, 2.5), (2.5, 4.5)]
     assert timeline.makespan == 7 and timeline.busy == [3, 3] and timeline.bubble == pytest.approx(1 - 6 / 14)
@@ -224,7 +224,7 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_no_worse_than_pytorch(name):
+def test_tables_are_no_worse_than_pytorch(name):
     """Tables equal PyTorch's for the numbers of microbatches that PyTorch supports with a legal table. Only zb_v
     differs, in the order of its last weight gradients; its bubble and peak are equal."""
     kind, chunks, has_one = PEERS[name]
@@ -250,7 +250,7 @@ def test_no_worse_than_pytorch(name):
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_each_need_that_crosses_ranks_is_one_message(name):
+def test_messages_cover_each_cross_rank_need_once(name):
     schedule = build(name, 3, 7)
     expected = {}
     for rank, row in enumerate(schedule.table):
@@ -276,7 +276,7 @@ def test_messages_keep_the_order_of_the_row():
 # the checker
 
 
-def test_checker_names_what_is_wrong():
+def test_check_names_missing_duplicate_or_misplaced_action():
     table = build("1f1b", 2, 2).table
     with pytest.raises(IllegalSchedule, match=r"^B\(microbatch 1, stage 1\) is missing$"):
         check([table[0], table[1][:-1]], 2, 2)
@@ -300,7 +300,7 @@ def test_checker_names_what_is_wrong():
         check([[Action("F", 0, 0), Action("I", 0, 0)]], 1, 1)
 
 
-def test_checker_tells_a_deadlock_from_its_root():
+def test_check_explains_deadlock_from_its_root():
     itself = (
         r"^rank 0: B\(microbatch 0, stage 0\) waits for rank 0: F\(microbatch 0, stage 0\) behind B\(.*0, stage 0\)$"
     )
@@ -321,7 +321,7 @@ def test_checker_tells_a_deadlock_from_its_root():
     assert (error.value.rank, error.value.index) == (1, 1)
 
 
-def test_checker_is_linear():
+def test_check_time_is_linear_in_microbatches():
     def seconds(microbatches):
         table = build("zb_v", 8, microbatches).table
         start = time.process_time()
@@ -332,7 +332,7 @@ def test_checker_is_linear():
     assert many < 64 * few, "16 times as many actions"
 
 
-def test_mutated_tables_are_refused_exactly_when_they_cannot_run():
+def test_check_refuses_exactly_tables_that_cannot_run():
     """Swaps, drops, repeats, moves or changes actions of legal tables, and compares the checker with the definition:
     each (microbatch, stage) has one F and either B or I and W, each stage has one rank, and every action runs."""
     draw = random.Random(0)
@@ -435,7 +435,7 @@ def needs(a: Action, done, stages: int) -> list[Action]:
         (("csv", 2, 4, None, "none/such.csv"), ["none/such.csv: cannot be read as a schedule", "No such file"]),
     ],
 )
-def test_build_refuses(arguments, words):
+def test_build_refuses_bad_arguments(arguments, words):
     with pytest.raises(ScheduleError) as error:
         build(*arguments)
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
@@ -460,7 +460,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_files_that_are_refused(case, tmp_path):
+def test_bad_csv_file_is_refused(case, tmp_path):
     content, words = FILES[case]
     path = tmp_path / "my.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -469,7 +469,7 @@ def test_files_that_are_refused(case, tmp_path):
     assert str(error.value).startswith(str(path)) and words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_files_with_gaps_and_several_stages_a_rank(tmp_path):
+def test_csv_with_gaps_and_several_stages_per_rank_is_read(tmp_path):
     path = tmp_path / "gaps.csv"
     path.write_text("0F0, ,,3F0,3B0,,,0B0,\n,1F0,2F0,,,2I0,1B0,2W0\n\n,,\n")
     schedule = build("csv", 2, 1, path=path)
@@ -482,7 +482,7 @@ def test_files_with_gaps_and_several_stages_a_rank(tmp_path):
 # the command and the drawing
 
 
-def test_command(tmp_path, capsys):
+def test_schedule_command_prints_and_writes_timeline(tmp_path, capsys):
     drawing, table = tmp_path / "timeline.svg", tmp_path / "table.csv"
     assert main(["schedule=zb_v", "pp=4", "microbatches=12", f"out={drawing}", f"csv={table}"]) == 0
     printed = capsys.readouterr().out
@@ -498,7 +498,7 @@ def simulated(path) -> float:
     return simulate(build("csv", 4, 12, path=path), {"F": 1, "I": 0.5, "W": 1.5}).makespan
 
 
-def test_command_compares(tmp_path, capsys):
+def test_schedule_compare_prints_every_bubble(tmp_path, capsys):
     assert main(["compare", "pp=4", "microbatches=8", f"out={tmp_path / 'all.svg'}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     bubbles = {line.split()[0]: line.split()[3] for line in lines[1:-1]}
@@ -521,13 +521,13 @@ def test_command_compares(tmp_path, capsys):
         ("compare microbatches=2 pp=2 csv=x.csv", "csv: not supported by compare"),
     ],
 )
-def test_command_refuses_in_one_line(arguments, words, capsys):
+def test_bad_argument_is_one_line_error(arguments, words, capsys):
     assert main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and words in error and error.count("\n") == 1
 
 
-def test_command_explains_itself():
+def test_schedule_help_lists_options():
     done = subprocess.run([sys.executable, "-m", "ndtrain.schedule", "-h"], capture_output=True, text=True)
     assert done.returncode == 0 and "cost.F" in done.stdout and ", ".join(NAMES) in done.stdout
 
@@ -549,7 +549,7 @@ def cells(picture: str) -> list[list[tuple[str, float, float]]]:
     ]
 
 
-def test_drawing_shows_measured_beside_predicted():
+def test_timeline_svg_shows_predicted_and_measured():
     timeline = simulate(build("interleaved", 2, 4))
     measured = [[Span(s.action, 100 + s.start / 2, 100 + s.end / 2) for s in row] for row in timeline.spans]
     panels = [panel(timeline, "predicted <1>"), Panel("measured", measured)]

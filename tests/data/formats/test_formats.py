@@ -36,7 +36,7 @@ def split_documents(tokens, eos: int = 0) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_tokens_are_read_in_place_and_in_order(name, dtype, tmp_path):
+def test_open_data_reads_tokens_in_file_order(name, dtype, tmp_path):
     documents = random_documents(60, vocab=70_000 if dtype == "<u4" else 300)
     path = write(name, tmp_path / "corpus.v1", documents, dtype)
     data = open_data(config({"name": name, "path": path, "eos_id": 0}, tmp_path, vocab_size=70_000))
@@ -50,7 +50,7 @@ def test_tokens_are_read_in_place_and_in_order(name, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["<u1", "<i2", "<i4", "<i8", "<u2"])
-def test_megatron_ids_of_every_type(dtype, tmp_path):
+def test_megatron_reader_accepts_every_id_dtype(dtype, tmp_path):
     documents = random_documents(20, vocab=120)
     write_megatron(tmp_path / "corpus", documents, dtype)
     data = open_data(config({"name": "megatron", "path": str(tmp_path / "corpus")}, tmp_path))
@@ -68,7 +68,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("case", SPELLINGS)
-def test_how_a_megatron_dataset_is_named(case, tmp_path):
+def test_megatron_path_may_be_prefix_file_or_folder(case, tmp_path):
     written, expected = SPELLINGS[case]
     (tmp_path / "in").mkdir()
     parts = {letter: random_documents(9, seed=n) for n, letter in enumerate("ab")}
@@ -79,7 +79,7 @@ def test_how_a_megatron_dataset_is_named(case, tmp_path):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_several_files_are_one_corpus_in_the_order_given(name, tmp_path):
+def test_files_of_data_paths_are_joined_in_given_order(name, tmp_path):
     parts = [random_documents(30, seed=n) for n in range(3)]
     paths = [write(name, tmp_path / letter, documents) for letter, documents in zip("cab", parts, strict=True)]
     data = open_data(config({"name": name, "paths": paths, "eos_id": 0}, tmp_path))
@@ -92,7 +92,7 @@ def test_several_files_are_one_corpus_in_the_order_given(name, tmp_path):
     assert all(row.tolist() == flat[16 * n : 16 * n + 17].tolist() for n, row in enumerate(rows))
 
 
-def test_a_token_array_is_the_concatenation_of_its_runs():
+def test_token_array_equals_concatenated_runs():
     rng = np.random.default_rng(0)
     files = [rng.integers(0, 1000, n).astype(dtype) for n, dtype in ((50, "<u2"), (1, "<u4"), (99, "<u2"))]
     runs = np.array([[0, 2, 1, 2, 0], [10, 0, 0, 90, 49], [20, 33, 1, 9, 1]])
@@ -109,7 +109,7 @@ def test_a_token_array_is_the_concatenation_of_its_runs():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_whole_documents_are_held_out(name, tmp_path):
+def test_validation_split_holds_out_whole_documents(name, tmp_path):
     documents = random_documents(400)
     path = write(name, tmp_path / "corpus", documents)
     data = {"name": name, "path": path, "eos_id": 0, "validation": 0.2}
@@ -125,7 +125,7 @@ def test_whole_documents_are_held_out(name, tmp_path):
     assert open_data(config({**data, "validation": 0.1}, tmp_path)).fingerprint != opened.fingerprint
 
 
-def test_a_longer_file_holds_out_the_same_documents(tmp_path):
+def test_validation_split_is_stable_when_file_grows(tmp_path):
     documents = random_documents(300)
     splits = []
     for count in (200, 300):
@@ -136,7 +136,7 @@ def test_a_longer_file_holds_out_the_same_documents(tmp_path):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_to_validate_on(name, tmp_path):
+def test_validation_path_is_whole_validation_split(name, tmp_path):
     documents, other = random_documents(60), random_documents(20, seed=1)
     paths = [write(name, tmp_path / stem, d) for stem, d in (("train", documents), ("val", other))]
     data = {"name": name, "path": paths[0], "validation_path": paths[1], "validation": 0.5, "eos_id": 0}
@@ -151,8 +151,8 @@ def test_a_file_to_validate_on(name, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_megatron_documents_of_several_sequences(parts, tmp_path):
-    """The documents are those of the document table, not the sequences."""
+def test_megatron_document_of_several_sequences_stays_whole(parts, tmp_path):
+    """Documents come from the document table, and may span several sequences."""
     documents = [document for document in random_documents(100) if len(document) >= 3]
     write_megatron(tmp_path / "corpus", documents, parts=parts)
     opened = open_data(config({"name": "megatron", "path": f"{tmp_path}/corpus", "validation": 0.2}, tmp_path))
@@ -171,14 +171,14 @@ ENDS = {  # documents -> the token that ends each of them and stands nowhere els
 
 @pytest.mark.parametrize("name", ["megatron", "datatrove"])
 @pytest.mark.parametrize("case", ENDS)
-def test_the_index_says_what_ends_documents(case, name, tmp_path):
+def test_eos_id_is_inferred_from_ends_of_indexed_documents(case, name, tmp_path):
     documents, eos = ENDS[case]
     path = write(name, tmp_path / "corpus", [np.array(document, np.int64) for document in documents])
     assert open_data(config({"name": name, "path": path}, tmp_path, seq_len=2)).eos_id == eos
 
 
 @pytest.mark.parametrize(("dtype", "eos"), [("<u2", 50256), ("<u4", 128000)])
-def test_llmc_shards_are_separated_by_the_end_of_text(dtype, eos, tmp_path):
+def test_llmc_documents_are_split_at_end_of_text(dtype, eos, tmp_path):
     texts = random_documents(50, eos=None)
     path = write_llmc(tmp_path / "shard.bin", np.concatenate([np.append(eos, text) for text in texts]), dtype)
     data = {"name": "llmc", "path": str(path), "validation": 0.3, "pack": True}
@@ -188,7 +188,7 @@ def test_llmc_shards_are_separated_by_the_end_of_text(dtype, eos, tmp_path):
     assert open_data(config({"name": "llmc", "path": str(without)}, tmp_path)).eos_id is None
 
 
-def test_the_pass_over_the_documents_is_made_once(tmp_path, monkeypatch):
+def test_document_scan_is_cached(tmp_path, monkeypatch):
     path = write_megatron(tmp_path / "corpus", random_documents(50))
     cfg = config({"name": "megatron", "path": str(path), "validation": 0.2}, tmp_path)
     first = open_data(cfg)
@@ -214,7 +214,7 @@ def blend(tmp_path):
     ]
 
 
-def test_a_blend_with_a_megatron_prefix_is_the_same_on_four_meshes(tmp_path, blend):
+def test_blend_with_megatron_is_same_on_four_meshes(tmp_path, blend):
     cfg = config({"name": "blend", "blend": blend, "validation": 0.1}, tmp_path)
     cfg.train.global_batch, cfg.train.micro_batch = 8, 2
     meshes = [(1, 1, 1, 1, 1), (1, 2, 1, 1, 1), (1, 1, 2, 2, 1), (2, 1, 2, 1, 2)]
@@ -231,7 +231,7 @@ def test_a_blend_with_a_megatron_prefix_is_the_same_on_four_meshes(tmp_path, ble
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_blend_takes_every_format(name, tmp_path, blend):
+def test_blend_accepts_every_token_format(name, tmp_path, blend):
     path = write(name, tmp_path / "mine", random_documents(50, eos=256))
     entry = {"name": name, "paths": [path], "eos_id": 256, "validation": 0.0, "weight": 2}
     data = open_data(config({"name": "blend", "blend": [entry, blend[1]], "path": "unused/", "pack": True}, tmp_path))
@@ -307,7 +307,7 @@ DAMAGE = {  # format, what is done to the files, what the message says
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_damaged_file_is_refused_in_one_line(case, tmp_path):
+def test_damaged_token_file_is_one_line_error(case, tmp_path):
     name, spoil, message = DAMAGE[case]
     path = write(name, tmp_path / "corpus", [document + 1 for document in random_documents(20, seed=3)])
     open_data(config({"name": name, "path": path}, tmp_path))  # the cache does not hide the damage
@@ -319,7 +319,7 @@ def test_a_damaged_file_is_refused_in_one_line(case, tmp_path):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_id_beyond_the_vocabulary_is_refused(name, tmp_path):
+def test_token_id_beyond_vocab_size_is_refused(name, tmp_path):
     documents = [np.array([5, 6, 0]), np.array([7, 250, 300, 0])]
     paths = [write(name, tmp_path / "a", documents[:1] * 9), write(name, tmp_path / "b", documents)]
     message = (
@@ -338,7 +338,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings_that_contradict(case, tmp_path):
+def test_contradicting_settings_are_refused(case, tmp_path):
     data, message = SETTINGS[case]
     with pytest.raises(ConfigError, match=message):
         check_data(config(data, tmp_path).data)
@@ -357,7 +357,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_refused_in_one_line(case, tmp_path, monkeypatch):
+def test_bad_megatron_path_is_one_line_error(case, tmp_path, monkeypatch):
     settings, message = MISTAKES[case]
     write_megatron(tmp_path / "a", random_documents(20))
     write_megatron(tmp_path / "books", random_documents(20))
@@ -374,18 +374,18 @@ NEAR = {
 
 
 @pytest.mark.parametrize("case", NEAR)
-def test_near_misses(case):
+def test_misspelt_name_error_suggests_near_miss(case):
     with pytest.raises(ConfigError, match=NEAR[case][1]):
         load_config(["data=megatron", NEAR[case][0]] if case == "key" else [NEAR[case][0]])
 
 
-def test_paths_on_the_command_line():
+def test_data_paths_is_a_list_on_command_line():
     cfg = load_config(["data=datatrove", "data.paths=[a.ds,b/]"])
     assert (cfg.data.name, cfg.data.paths) == ("datatrove", ["a.ds", "b/"])
 
 
 @pytest.mark.parametrize("known_by", ["index", "metadata", "dtype"])
-def test_how_the_size_of_a_datatrove_token_is_known(known_by, tmp_path):
+def test_datatrove_token_size_comes_from_index_metadata_or_dtype(known_by, tmp_path):
     documents = random_documents(40)
     path = write_datatrove(tmp_path / "a.ds", documents, "<u4", known_by == "index", known_by == "metadata")
     dtype = "uint32" if known_by == "dtype" else "uint16"

@@ -1,4 +1,4 @@
-"""Packed documents of token files: told apart by an end token or by the index of their file."""
+"""Packed documents of token files are separated by an end token or by the index of their file."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def packed(cfg: Config, count: int = 8) -> Batch:
 
 
 @pytest.mark.parametrize("name", ["megatron", "llmc", "datatrove"])
-def test_packed_documents_are_those_of_the_file(name, tmp_path):
+def test_packed_rows_start_documents_where_file_does(name, tmp_path):
     documents = random_documents(100)
     path = write(name, tmp_path / "corpus", documents)
     cfg = config({"name": name, "path": path, "pack": True, "shuffle": False, "eos_id": 0}, tmp_path, seq_len=64)
@@ -33,7 +33,7 @@ def test_packed_documents_are_those_of_the_file(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["megatron", "datatrove"])
-def test_documents_without_an_end_token_are_packed_by_their_index(name, tmp_path):
+def test_index_packs_documents_without_end_token(name, tmp_path):
     documents = random_documents(100, eos=None)
     path = write(name, tmp_path / "corpus", documents)
     settings = {"name": name, "path": path, "pack": True, "shuffle": False}
@@ -51,7 +51,7 @@ def test_documents_without_an_end_token_are_packed_by_their_index(name, tmp_path
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("name", ["megatron", "datatrove"])
-def test_an_index_tells_what_the_end_token_tells(name, shuffle, tmp_path):
+def test_packing_by_index_equals_packing_by_end_token(name, shuffle, tmp_path):
     """Two files, documents held out, a shuffled order: the same batches and the same validation either way."""
     paths = [write(name, tmp_path / f"part{n}", random_documents(100, seed=n)) for n in range(2)]
     settings = {"name": name, "paths": paths, "pack": True, "shuffle": shuffle, "validation": 0.3}
@@ -71,7 +71,7 @@ def test_an_index_tells_what_the_end_token_tells(name, shuffle, tmp_path):
     assert int((batches[0].labels != IGNORE).sum()) < int((unpacked.labels != IGNORE).sum())
 
 
-def test_a_packed_blend_of_an_index_and_an_end_token(tmp_path):
+def test_packed_blend_mixes_index_and_end_token(tmp_path):
     """The bytes of the texts end with token 256, the documents of the index with none."""
     (tmp_path / "texts").mkdir()
     for n in range(40):
@@ -95,7 +95,7 @@ def test_a_packed_blend_of_an_index_and_an_end_token(tmp_path):
     assert 2 < sequence < 6
 
 
-def test_without_an_index_packing_needs_an_end_token(tmp_path):
+def test_packing_without_index_requires_eos_id(tmp_path):
     path = write_datatrove(tmp_path / "a.ds", random_documents(40, eos=None), index=False)
     with pytest.raises(ConfigError, match=r"has no index of its documents and no .* set data.eos_id"):
         open_data(config({"name": "datatrove", "path": str(path), "pack": True}, tmp_path))

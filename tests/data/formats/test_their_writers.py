@@ -48,7 +48,7 @@ def build(megatron: Any, prefix: Path, documents, dtype, parts: int) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.uint8])
-def test_megatron_writes_and_reads_the_same(megatron, dtype, parts, tmp_path):
+def test_our_reader_equals_megatron_on_megatron_files(megatron, dtype, parts, tmp_path):
     vocab = 70_000 if np.dtype(dtype).itemsize > 2 else 200
     for stem, seed in (("a", 0), ("b", 1)):
         build(megatron, tmp_path / stem, random_documents(200, vocab, seed=seed), dtype, parts)
@@ -70,14 +70,14 @@ def test_megatron_writes_and_reads_the_same(megatron, dtype, parts, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
-def test_megatron_reads_what_our_tests_write(megatron, dtype, tmp_path):
+def test_megatron_reads_files_of_test_writer(megatron, dtype, tmp_path):
     documents = random_documents(50)
     write_megatron(tmp_path / "a", documents, dtype)
     theirs = megatron.IndexedDataset(f"{tmp_path}/a")
     assert [theirs[n].tolist() for n in range(len(theirs))] == [document.tolist() for document in documents]
 
 
-def test_a_merged_megatron_dataset(megatron, tmp_path):
+def test_merged_megatron_dataset_equals_its_parts(megatron, tmp_path):
     for stem, seed in (("a", 0), ("b", 1)):
         build(megatron, tmp_path / stem, random_documents(40, seed=seed), np.uint16, 1)
     builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/ab.bin", np.uint16)
@@ -90,7 +90,7 @@ def test_a_merged_megatron_dataset(megatron, tmp_path):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_datatrove_writes_and_reads_the_same(datatrove, size, tmp_path):
+def test_our_reader_equals_datatrove_on_datatrove_files(datatrove, size, tmp_path):
     documents = random_documents(300, 200 if size == 2 else 70_000)
     file = datatrove.TokenizedFile(
         str(tmp_path), "00000.ds", save_final_metadata=True, token_size=size, tokenizer_name_or_path="me/mine"
@@ -115,7 +115,7 @@ def test_datatrove_writes_and_reads_the_same(datatrove, size, tmp_path):
 
 
 @pytest.mark.parametrize("chunk", [None, 50])
-def test_a_shuffled_datatrove_file(datatrove, chunk, tmp_path):
+def test_shuffled_datatrove_file_is_read_in_its_order(datatrove, chunk, tmp_path):
     documents = random_documents(100)
     first = datatrove.TokenizedFile(str(tmp_path / "in"), "a.ds", save_final_metadata=False)
     for document in documents:
@@ -134,7 +134,7 @@ def test_a_shuffled_datatrove_file(datatrove, chunk, tmp_path):
     assert whole(data.train[0]) == np.concatenate(pieces).tolist()
 
 
-def test_datatrove_reads_what_our_tests_write(datatrove, tmp_path):
+def test_datatrove_reads_files_of_test_writer(datatrove, tmp_path):
     documents = random_documents(50)
     path = write_datatrove(tmp_path / "a.ds", documents, "<u4")
     theirs = datatrove.DatatroveFileDataset(str(path), 15, token_size=4)
@@ -143,7 +143,7 @@ def test_datatrove_reads_what_our_tests_write(datatrove, tmp_path):
     )
 
 
-def test_a_megatron_dataset_that_datatrove_writes(datatrove, tmp_path):
+def test_megatron_file_of_datatrove_is_read(datatrove, tmp_path):
     documents = [document.tolist() for document in random_documents(80)]
     file = datatrove.MegatronTokenizedFile(str(tmp_path), "a", token_size=4)
     for document in documents:

@@ -21,24 +21,24 @@ def _parameters(most: float = 1.0):
     return [Parameter(0.9, 0.1, most), Parameter(1.0, 0.01, 100.0)]
 
 
-def test_parameters_are_found_again_though_some_rows_are_wrong():
+def test_fit_finds_parameters_despite_outliers():
     measured = _curve(TRUTH)
     measured[::10] *= 3
     fitted = fit(lambda p: np.log(_curve(p) / measured), _parameters(), np.ones(len(X)), pull=1e-3, rounds=20)
     assert fitted == pytest.approx(TRUTH, rel=0.06)
 
 
-def test_a_parameter_stays_within_its_bounds():
+def test_fit_keeps_parameters_within_bounds():
     fitted = fit(lambda p: np.log(_curve(p) / (X / 4)), _parameters(), np.ones(len(X)))
     assert fitted[0] == pytest.approx(1.0) and fitted[1] < 0.2
 
 
-def test_a_parameter_that_no_row_depends_on_stays_where_it_starts():
+def test_fit_leaves_irrelevant_parameter_at_start():
     fitted = fit(lambda p: np.log(X / p[0] / (X / 0.5)), _parameters(), np.ones(len(X)))
     assert fitted[1] == pytest.approx(1.0) and fitted[0] == pytest.approx(0.5, rel=0.01)
 
 
-def test_accuracy_of_rows():
+def test_accuracy_equals_hand_calculation():
     a = accuracy([1.0, 2.0, 4.0, 8.0], [1.1, 1.8, 8.0, 8.0], [(10.0, 9.0), (20.0, 24.0)])
     assert a.median == pytest.approx(0.1) and a.worst == pytest.approx(1.0) and a.within_25 == 0.75
     assert a.quartiles == pytest.approx((-0.025, 0.325)) and a.memory_median == pytest.approx(0.15)
@@ -46,7 +46,7 @@ def test_accuracy_of_rows():
     assert accuracy([1.0, 2.0], [1.0, 2.0]).tau is None and accuracy([1.0], [1.0]).memory_median is None
 
 
-def test_kendall_tau():
+def test_kendall_tau_of_ordered_reversed_and_tied_values():
     assert kendall_tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1 and kendall_tau([1, 2, 3], [3, 2, 1]) == -1
     assert kendall_tau([1, 2, 3, 4], [2, 1, 3, 4]) == pytest.approx(2 / 3)
     assert kendall_tau([1, 1, 1], [1, 2, 3]) is None
@@ -60,7 +60,7 @@ def test_folds_hold_each_source_once_and_are_balanced():
     assert folds(["a", "b"], 5) == [{"a"}, {"b"}]
 
 
-def test_a_point_on_the_diagonal_is_drawn_on_it():
+def test_scatter_svg_draws_equal_values_on_diagonal():
     svg = ElementTree.fromstring(scatter_svg("T & t", "seconds", [Points("a", [1.0, 10.0], [1.0, 20.0])]))
     circles = [c for c in svg.iter("{http://www.w3.org/2000/svg}circle") if c.get("r") == "3.5"]
     (x, y), (x2, y2) = ((float(c.get("cx")), float(c.get("cy"))) for c in circles)

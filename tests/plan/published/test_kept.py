@@ -1,4 +1,4 @@
-"""What other trainers keep in memory, and what a source says of it."""
+"""Memory that other trainers keep, and how notes of a source change it."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def kept(made, kind, recompute=False):
     )
 
 
-def test_gathered_inputs_are_kept_by_trainers_that_do_not_gather_again():
+def test_dtensor_trainer_keeps_gathered_inputs():
     ours, other = plan(), plan(notes="DTensor")
     gathered = 2 * TOKENS // 2 * HIDDEN * 2  # two inputs, the other rank's half, bf16
     assert kept(other, "F") - kept(ours, "F") == gathered == kept(ours, "B") - kept(other, "B")
@@ -32,7 +32,7 @@ def test_gathered_inputs_are_kept_by_trainers_that_do_not_gather_again():
     assert kept(plan(**without, notes="DTensor"), "F") == kept(plan(**without), "F")
 
 
-def test_every_second_matmul_is_kept_until_the_recompute():
+def test_every_second_matmul_sac_keeps_expected_bytes():
     cells = {"recompute": "selective", "tp": "1", "dp": "16"}
     second = plan(**cells, notes="every-2nd-matmul; op-level SAC")
     assert sum(kept(second, k, r) for k, r in (("F", False), ("F", True), ("B", False))) == 0
@@ -40,20 +40,20 @@ def test_every_second_matmul_is_kept_until_the_recompute():
     assert kept(second, "F") == pytest.approx(kept_ops, rel=0.2)
 
 
-def test_an_fp32_sum_beside_the_bf16_gradient():
+def test_fp32_grad_accum_note_adds_fp32_sum():
     ours, other = plan(), plan(notes="fp32 grad accum")
     parameters = sum(u.numel for u in ours.program.units.values())
     assert other.memory[0].state - ours.memory[0].state == 2 * parameters
     assert other.memory[0].step == ours.memory[0].step
 
 
-def test_the_loss_is_not_compiled_where_the_blocks_are():
+def test_compiled_blocks_leave_loss_eager():
     made = plan()
     head = next(p for v, p in made.pieces.items() if v.layer == "head" and v.kind == "F")
     assert made.cfg.train.compile and head.peak_bytes > 8 * TOKENS * 1024 / 2, "its logits are in fp32, twice"
 
 
-def test_the_attention_kernel_is_that_of_its_time():
+def test_attention_kernel_follows_gpu_and_year():
     def flops(gpu, **cells):
         made = plan(gpu=gpu, peak_tflops="", **cells)
         piece = next(p for v, p in made.pieces.items() if v.layer == "block" and v.kind == "F")
@@ -65,7 +65,7 @@ def test_the_attention_kernel_is_that_of_its_time():
     assert flops("H100", source="NeMo") == pytest.approx(second / FLASH2_ON_HOPPER)
 
 
-def test_memory_is_that_of_the_rank_that_a_trainer_reports():
+def test_memory_is_taken_from_rank_that_trainer_reports():
     cells = {"pp": "2", "dp": "4", "vocab": "65536"}
     most, first = plan(**cells), plan(**cells, source="nanotron")
     of_ranks = [rank_memory(first.program, rank, first.pieces, first.sizes) for rank in first.program.ranks]
@@ -73,6 +73,6 @@ def test_memory_is_that_of_the_rank_that_a_trainer_reports():
     assert len(most.memory) == 2 and most.tensor_bytes == max(map(sum, most.memory))
 
 
-def test_a_run_that_ran_had_room():
+def test_held_gib_is_capped_by_gpu_memory():
     h100 = load_hardware("h100")
     assert held_gib(h100, 40 * 2**30) == 40 and held_gib(h100, 90 * 2**30) == 84.9e9 / 2**30

@@ -30,7 +30,7 @@ MODELS = {  # name and sizes -> (family, whether tied), as their publications ha
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gate_and_ties_follow_from_the_parameters(name):
+def test_gate_and_tied_embeddings_follow_from_parameter_count(name):
     (model, billions, layers, hidden, heads, kv_heads, ffn, vocab, length), (family, tied) = MODELS[name]
     made = of(
         model=model, params_b=str(billions), layers=str(layers), hidden=str(hidden), heads=str(heads), ffn=str(ffn),
@@ -80,19 +80,19 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("stated", SCHEDULES)
-def test_schedules_by_how_they_work(stated):
+def test_schedule_column_maps_to_schedule_name(stated):
     name, chunks = SCHEDULES[stated]
     made = of(schedule=stated, vpp="2" if name == "interleaved" else "").config().schedule
     assert (made.name, made.chunks) == (name, chunks)
 
 
-def test_virtual_stages_make_1f1b_interleaved_and_no_pipeline_has_any():
+def test_vpp_makes_1f1b_interleaved_only_with_pipeline():
     assert of(vpp="4").config().schedule.name == "interleaved"
     alone = of(pp="1", dp="8", vpp="4", schedule="none").config()
     assert (alone.schedule.name, alone.schedule.chunks, alone.mesh.pp) == ("1f1b", 1, 1)
 
 
-def test_settings():
+def test_recompute_precision_and_notes_set_configuration():
     cfg = of(recompute="full", precision="amp_bf16", notes="eager; NO sequence parallel; grad-accum 4").config()
     assert (cfg.recompute.name, cfg.precision.compute, cfg.train.compile) == ("full", "bf16", "false")
     assert not cfg.tp.sequence_parallel and cfg.microbatches == 8
@@ -105,7 +105,7 @@ def test_settings():
     assert "core" in every_second.keep and "gate_up_proj" not in every_second.keep
 
 
-def test_a_device_and_what_notes_say_of_it():
+def test_gpu_column_and_notes_set_hardware():
     h = of(gpu="H200-141GB (4 per node)", peak_tflops="989", notes="HBM 4.7TB/s; 400Gb/s RDMA per GPU").hardware
     assert (h.gpus_per_node, h.memory_gb, h.memory_gb_s, h.network_gb_s) == (4, 141 * 2**30 / 1e9, 4700, 50)
     assert h.peak_tflops["bf16"] == 989
@@ -143,23 +143,23 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_row_that_cannot_be_expressed_is_refused_in_one_line(name):
+def test_inexpressible_row_is_one_line_error(name):
     cells, said = REFUSALS[name]
     with pytest.raises(ConfigError) as error:
         of(**cells).config()
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_stages_of_nanotron_take_layers_until_they_have_their_share():
-    """20 layers' worth of 16 layers and a head of 4, as in its runs of 1.34 billion parameters."""
+def test_nanotron_split_fills_stages_to_equal_cost():
+    """16 layers and a head that costs 4 layers, as in its runs of 1.34 billion parameters."""
     model = {"model": "llama", "layers": "16", "hidden": "2048", "heads": "32", "ffn": "8192", "vocab": "131072"}
     split = lambda pp: of(**model, source="nanotron", pp=str(pp), dp="1", gpus="").overrides["schedule.split"]
     assert split(2) == [10, 6] and split(4) == [5, 5, 5, 1] and split(8) == [3, 2, 3, 2, 3, 2, 1, 0]
     assert "schedule.split" not in of(**model, pp="2").overrides
 
 
-def test_the_ends_of_a_pipeline_may_have_a_layer_less():
-    """Zero Bubble's runs: 22 layers and 24 chunks, the first and last of which have none."""
+def test_note_removes_layer_from_first_and_last_stage():
+    """Zero Bubble's runs have 22 layers in 24 chunks. The first and the last chunk have no layer."""
     cells = {"layers": "22", "pp": "8", "dp": "1", "tp": "1", "gpus": "8", "notes": "first/last stage one layer fewer"}
     split = lambda **more: of(**(cells | more)).overrides.get("schedule.split")
     assert split() == [2, *[3] * 6, 2] and split(vpp="3") == [0, *[1] * 22, 0]

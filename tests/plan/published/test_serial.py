@@ -22,26 +22,26 @@ def passes_between(made: list, first: type, last: type) -> int:
 
 
 @pytest.mark.parametrize("source", ["nanotron", "Megatron-LM, arXiv:2104.04473", "Megatron-DeepSpeed"])
-def test_weights_are_gathered_at_once(source):
+def test_trainers_without_overlap_gather_weights_first(source):
     made = ops(source=source)
     assert made[0] is Gather and passes_between(made, Gather, Await) == 0
     assert made.count(Gather) == made.count(Await) > 1 and passes_between(ops(), Gather, Await) > 0
 
 
 @pytest.mark.parametrize(("source", "times"), [("Megatron-LM, arXiv:2104.04473", 1), ("Megatron-DeepSpeed", 2)])
-def test_gradients_are_summed_after_the_last_backward(source, times):
+def test_trainers_without_overlap_reduce_after_last_backward(source, times):
     made, ours = ops(source=source), ops()
     assert Run not in made[made.index(Reduce) :] and passes_between(ours, Reduce, Reduce) > 0
     assert made.count(Reduce) == times * ours.count(Reduce)
 
 
-def test_what_is_overlapped_stays():
+def test_overlapping_trainer_program_is_unchanged():
     assert ops(source="Megatron-LM, arXiv:2410.00001") == ops()
     sharded = {"zero_stage": "3", "dp": "1", "fsdp": "2"}
     assert ops(source="Megatron-DeepSpeed", **sharded) == ops(**sharded)
 
 
-def test_each_unit_is_collected_and_summed_once():
+def test_serial_program_collects_and_sums_each_unit_once():
     sharded = ROW | RUN | {"source": "Megatron-DeepSpeed", "fsdp": "2", "dp": "2"}
     rank = run_of(sharded).plan().program.ranks[0]
     ops = [op for _, op in rank.program]

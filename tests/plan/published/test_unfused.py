@@ -36,11 +36,11 @@ def matmul_flops(piece):
         ("torchtitan 2024", False),
     ],
 )
-def test_trainers_of_before_june_2022_have_none(source, unfused):
+def test_sources_before_june_2022_are_unfused(source, unfused):
     assert is_unfused({"source": source}) == unfused
 
 
-def test_scores_cost_traffic_and_all_of_their_products():
+def test_unfused_scores_cost_traffic_and_full_matmuls():
     old, new = passes(OLD), passes(OLD | {"source": "a page"})
     for variant, piece in old.items():
         fused = new[variant]
@@ -52,7 +52,7 @@ def test_scores_cost_traffic_and_all_of_their_products():
         assert read > (9 if variant.kind == "F" else 11) * SCORES
 
 
-def test_scores_are_kept_unless_they_are_recomputed():
+def test_unfused_scores_are_kept_unless_recomputed():
     for recompute in ("none", "full", "selective"):
         old, new = (passes(OLD | {"recompute": recompute, "source": s}) for s in (OLD["source"], "a page"))
         kept = {v: old[v].kept_bytes - new[v].kept_bytes for v in old}
@@ -61,8 +61,8 @@ def test_scores_are_kept_unless_they_are_recomputed():
             assert more == stored * (1 if variant.kind == "F" else -1) * 5 * SCORES, (recompute, variant)
 
 
-def test_sequence_parallelism_is_as_old():
-    """It came with arXiv:2205.05198."""
+def test_old_source_has_sequence_parallelism_only_if_noted():
+    """Sequence parallelism came with arXiv:2205.05198."""
     assert not run_of(OLD | {"notes": ""}).config().tp.sequence_parallel
     assert run_of(OLD | {"notes": "sequence parallel"}).config().tp.sequence_parallel
     assert run_of(OLD | {"source": "a page", "notes": ""}).config().tp.sequence_parallel

@@ -24,27 +24,27 @@ def sums(piece):
     return [e.op for e in piece.events if isinstance(e, Collective)]
 
 
-def test_it_repeats_all_matmuls_and_messages():
+def test_whole_recompute_repeats_all_matmuls_and_messages():
     forward, again = passes()
     assert matmuls(again) == matmuls(forward) and sums(again) == sums(forward)
     assert sums(forward).count("reduce_scatter") == 2
 
 
-def test_it_keeps_the_input_alone():
+def test_whole_recompute_keeps_only_block_input():
     forward, _ = passes()
     assert forward.kept_bytes == pytest.approx(STREAM, rel=1e-4)
     alone, _ = passes(tp="1", dp="16")
     assert alone.kept_bytes == pytest.approx(2 * STREAM, rel=1e-4), "without tp too"
 
 
-def test_an_eager_block_stops_before_the_last_matmul():
+def test_eager_torchtitan_recompute_skips_last_matmul():
     forward, again = passes(notes="torchtitan, eager")
     assert matmuls(again) == matmuls(forward)[:-1] and sums(again).count("reduce_scatter") == 1
     forward, again = passes(notes="torchtitan")
     assert matmuls(again) == matmuls(forward), "a compiled one runs as a whole"
 
 
-def test_attention_that_took_messages_is_kept_where_the_notes_say_so():
+def test_attention_aware_checkpointing_keeps_cp_attention():
     cells = {"tp": "1", "cp": "2"}
     forward, again = passes(**cells)
     assert sums(forward) and sums(again) == sums(forward)
