@@ -17,7 +17,7 @@ ORDER = [
 ]  # fmt: skip
 TAKE_CONFIG = {
     "parallel/build.build_stages", "parallel/build.state_plan", "parallel/distribution.of", "checkpoint/saver.__init__",
-    "checkpoint/saving.save", "checkpoint/upcycling.starting_model",
+    "checkpoint/saving.save", "checkpoint/upcycling.starting_model", "program/step.of", "program/step.prove_if_short",
 }  # fmt: skip
 LOOSE = {"__init__.py", "plugins.py", "train.py", "evaluate.py", "generate.py"}  # all other modules are in a folder
 

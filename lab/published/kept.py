@@ -7,9 +7,10 @@ from dataclasses import replace
 from lab.published.cells import Row, text
 from ndtrain.config import LocalShapes
 from ndtrain.config.schema import resolved
-from ndtrain.plan.events import Piece, Variant
+from ndtrain.plan.events import Piece
 from ndtrain.plan.pieces import Pieces
 from ndtrain.plan.predict import StepPlan
+from ndtrain.program.passes import Variant
 
 # Trainers whose column-parallel matmuls keep their gathered input for the backward: nanotron, and trainers on PyTorch's
 # DTensor. Megatron keeps the rank's part, and gathers again.

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from lab.published.cells import Row, text
 from ndtrain.plan.predict import StepPlan
-from ndtrain.plan.step_program import RankPlan
 from ndtrain.program.ops import Await, Collect, Gather, Op, Reduce, Sum
+from ndtrain.program.step import RankPlan
 
 _PIPELINE_OF_DEEPSPEED = re.compile(r"deepspeed|bigscience|gpt-neox", re.IGNORECASE)
 _MEGATRON = re.compile(r"megatron", re.IGNORECASE)

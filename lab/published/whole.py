@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from lab.published.cells import Row, text
 from ndtrain.config import LocalShapes
-from ndtrain.plan.events import Event, Kernel, Piece, Variant
+from ndtrain.plan.events import Event, Kernel, Piece
 from ndtrain.plan.predict import StepPlan
+from ndtrain.program.passes import Variant
 
 # PyTorch's non-reentrant checkpoint stops once it has all tensors that the backward needs. This spares eager blocks the
 # last matmul (`early_stop`, since torch 2.1). A compiled block runs as a whole. Megatron's checkpoint is reentrant.

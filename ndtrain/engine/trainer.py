@@ -42,6 +42,7 @@ from ndtrain.mesh.mesh import EP, Mesh, MeshSpec
 from ndtrain.model import flops
 from ndtrain.observe import peak_memory_bytes, reset_peak_memory
 from ndtrain.parallel.build import build_stages
+from ndtrain.program.step import prove_if_short
 from ndtrain.run import exit_status, stop_signals
 from ndtrain.run.hang_watchdog import HangWatchdog
 from ndtrain.run.launcher_report import record_error
@@ -83,6 +84,7 @@ class Trainer:
 
     Raises:
         ConfigError: the run cannot start; the message is one line.
+        LaunchOrderError: a rank of the pipeline would wait forever for a message of another one.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class Trainer:
                 spec, rank, run_dir = self.mesh.spec, setup.rank, setup.run_dir
                 watchdog = HangWatchdog(setup.connect, spec, rank, run_dir, deadline_s, on_device)
                 self._closing.callback(watchdog.close)
+            if setup.rank == 0:
+                prove_if_short(self.cfg, setup.device.type)
             self.stages = build_stages(self.cfg, self.mesh)
             self.model = nn.ModuleList(module for _, module in sorted(self.stages.models.items()))
             self.train_step = TrainingStep(self.cfg, self.mesh, self.stages)

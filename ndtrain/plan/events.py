@@ -1,10 +1,7 @@
-"""The passes of layers that differ in their work, and that work as data: kernels, collectives, and waits for them, in
-launch order. `pieces` records it, `price` computes its seconds, `simulate` runs it on streams."""
+"""The work of a layer's pass as data: kernels, collectives, and waits for them, in launch order. `pieces` records it,
+`price` computes its seconds, `simulate` runs it on streams."""
 
-from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
-
-from ndtrain.program.ops import NOTHING, Run
 
 
 class Kernel(NamedTuple):
@@ -65,38 +62,3 @@ class Piece(NamedTuple):
     events: tuple[Event, ...]
     kept_bytes: int
     peak_bytes: int
-
-
-Save = frozenset[str] | None
-
-
-class Variant(NamedTuple):
-    """Everything that the work of a pass depends on.
-
-    Attributes:
-        kind: F, B, I or W.
-        layer: the kind of the layer, as `Segment.kind`.
-        save, shape_only: (F) of the block's recompute group, for its forward and its recompute; None: not recomputed.
-        drop_input, recompute: as in `Run`.
-    """
-
-    kind: str
-    layer: str
-    save: Save = None
-    shape_only: frozenset[str] = NOTHING
-    drop_input: bool = False
-    recompute: bool = False
-
-    @classmethod
-    def of(cls, run: Run, layer: str) -> "Variant":
-        """Return the variant of a pass of a layer of this kind."""
-        return cls(run.kind, layer, run.save, run.shape_only, run.drop_input, run.recompute)
-
-
-def variants(runs: Iterable[Run], layers: Sequence[str]) -> Iterator[Variant]:
-    """Yield the variant of each pass.
-
-    Args:
-        layers: the kind of each of the rank's layers.
-    """
-    return (Variant.of(run, layers[run.layer]) for run in runs)

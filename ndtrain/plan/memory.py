@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ndtrain.parallel.unit import state_bytes
-from ndtrain.plan.events import Piece, Variant
+from ndtrain.plan.events import Piece
 from ndtrain.plan.simulate import Sizes
-from ndtrain.plan.step_program import RankPlan, StepProgram
 from ndtrain.program.build import UnitFacts
 from ndtrain.program.ops import Collect, Free, Gather, Open, Run, Send
+from ndtrain.program.passes import Variant
+from ndtrain.program.step import RankPlan, StepProgram
 
 
 class RankMemory(NamedTuple):

@@ -53,10 +53,10 @@ from ndtrain.parallel.recompute_budget import typical_batch
 from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.unit import Residency
 from ndtrain.plan.event_log import EventLog, Journal
-from ndtrain.plan.events import Piece, Save, Variant
+from ndtrain.plan.events import Piece
 from ndtrain.plan.world import journalled, pretended_world
 from ndtrain.program.ops import Open, RankProgram, Run, Turn
-from ndtrain.program.passes import line_up
+from ndtrain.program.passes import Save, Variant, line_up
 from ndtrain.schedule import Action, Schedule
 
 COMPILED_KINDS = (*BLOCKS, "head")  # kinds of layers that are compiled

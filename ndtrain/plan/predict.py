@@ -19,7 +19,7 @@ from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan import accuracy as published
 from ndtrain.plan.drawings import waterfall_svg
-from ndtrain.plan.events import Kernel, Piece, Variant
+from ndtrain.plan.events import Kernel, Piece
 from ndtrain.plan.fault_tolerance import DAY, HOUR
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.memory import RankMemory, rank_memory
@@ -28,7 +28,8 @@ from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_for, rates_of
 from ndtrain.plan.report import si, table
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes, StepTimes
-from ndtrain.plan.step_program import StepProgram
+from ndtrain.program.passes import Variant
+from ndtrain.program.step import StepProgram
 
 
 @dataclass(frozen=True, kw_only=True)

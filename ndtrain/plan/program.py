@@ -13,9 +13,9 @@ from ndtrain.plan.hardware import load_hardware
 from ndtrain.plan.options import RunOptions, planned_config, write_file
 from ndtrain.plan.pieces import compiles
 from ndtrain.plan.report import si
-from ndtrain.plan.step_program import RankPlan, StepProgram
 from ndtrain.program import ops
 from ndtrain.program.ops import Op, RankProgram, Run, Turn
+from ndtrain.program.step import RankPlan, StepProgram
 from ndtrain.schedule import Message
 from ndtrain.schedule.table import show
 

@@ -18,12 +18,13 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ndtrain.mesh.mesh import EP
-from ndtrain.plan.events import Collective, Event, Kernel, Piece, Variant, variants
+from ndtrain.plan.events import Collective, Event, Kernel, Piece
 from ndtrain.plan.price import Prices
-from ndtrain.plan.step_program import RankPlan, StepProgram
 from ndtrain.program import ops
 from ndtrain.program.build import UnitFacts
 from ndtrain.program.ops import Op, Run, Turn
+from ndtrain.program.passes import Variant, variants
+from ndtrain.program.step import RankPlan, StepProgram
 from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1

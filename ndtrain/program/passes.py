@@ -9,7 +9,7 @@ each instruction can state in advance what it needs besides its own compute:
 - the units whose gradients it completes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ndtrain.model import Context, Segment
 from ndtrain.parallel.recompute import RecomputeGroup
-from ndtrain.program.ops import Run
+from ndtrain.program.ops import NOTHING, Run
 from ndtrain.schedule import Action
 
 Units = tuple[str, ...]  # names
@@ -225,3 +225,40 @@ def _with_reductions(instructions: list[Instruction], layers: Sequence[Layer]) -
             in_step |= {*units}
         out.append(ins)
     return out[::-1]
+
+
+# ----------------------------------------------------------------------------------------------- passes with equal work
+
+Save = frozenset[str] | None
+
+
+class Variant(NamedTuple):
+    """Everything that the work of a pass depends on.
+
+    Attributes:
+        kind: F, B, I or W.
+        layer: the kind of the layer, as `Segment.kind`.
+        save, shape_only: (F) of the block's recompute group, for its forward and its recompute; None: not recomputed.
+        drop_input, recompute: as in `Run`.
+    """
+
+    kind: str
+    layer: str
+    save: Save = None
+    shape_only: frozenset[str] = NOTHING
+    drop_input: bool = False
+    recompute: bool = False
+
+    @classmethod
+    def of(cls, run: Run, layer: str) -> "Variant":
+        """Return the variant of a pass of a layer of this kind."""
+        return cls(run.kind, layer, run.save, run.shape_only, run.drop_input, run.recompute)
+
+
+def variants(runs: Iterable[Run], layers: Sequence[str]) -> Iterator[Variant]:
+    """Yield the variant of each pass.
+
+    Args:
+        layers: the kind of each of the rank's layers.
+    """
+    return (Variant.of(run, layers[run.layer]) for run in runs)

@@ -6,9 +6,10 @@ import pytest
 from torch import nn
 
 from ndtrain import Trainer, compose
-from ndtrain.config import resolve
+from ndtrain.config import Config, resolve
 from ndtrain.model import flops
 from ndtrain.model.block import Block
+from ndtrain.program.launch_order import LaunchOrderError
 from tests.lib.helpers import arguments, given_process_group, write_corpus
 from tests.lib.ranks import run_ranks
 
@@ -52,3 +53,14 @@ def test_trainer_model_of_pipeline_rank_has_its_chunks_in_order(tmp_path: Path):
     assert layers == [[["0"], ["2"]], [["1"], ["3"]]]
     assert "model.embed_tokens.weight" in ranks[0][0][0] and "lm_head.weight" in ranks[1][0][1]
     assert all(forwards == 3 * 4 for rank in ranks for forwards in rank[1]), "3 steps of 4 microbatches"
+
+
+def test_trainer_whose_ranks_would_wait_forever_does_not_start(tmp_path: Path, monkeypatch):
+    """The proof itself is tested in tests/plan/test_program.py."""
+
+    def deadlock(cfg: Config, device: str) -> bool:
+        raise LaunchOrderError("deadlock:\n  rank 0 waits")
+
+    monkeypatch.setattr("ndtrain.engine.trainer.prove_if_short", deadlock)
+    with pytest.raises(LaunchOrderError, match="rank 0 waits"):
+        Trainer(compose(*arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"))))

@@ -17,12 +17,12 @@ from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan import step
 from ndtrain.plan.dry import dry_run
-from ndtrain.plan.events import Collective, Kernel, Piece, Variant, Wait, variants
+from ndtrain.plan.events import Collective, Kernel, Piece, Wait
 from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.step import RankRecord
 from ndtrain.plan.world import pretended_world
 from ndtrain.program.ops import Run
-from ndtrain.program.passes import expand, line_up
+from ndtrain.program.passes import Variant, expand, line_up, variants
 from tests.lib.parity import make_batches
 
 SHAPE = [

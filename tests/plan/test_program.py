@@ -15,9 +15,10 @@ from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.dry import dry_run
 from ndtrain.plan.step import Traffic
-from ndtrain.plan.step_program import RankPlan, StepProgram
+from ndtrain.program import step as step_module
 from ndtrain.program.launch_order import LaunchOrderError, Op, Step, Wait
 from ndtrain.program.ops import Await, Collect, Gather, Receive, Reduce, Send, Sum
+from ndtrain.program.step import RankPlan, StepProgram, prove_if_short
 from tests.lib.launches import on_fake_ranks
 from tests.lib.parity import make_batches
 
@@ -191,3 +192,26 @@ def test_program_command_prints_equal_actions_once(capsys):
     assert main(["program", "recipe=llama_debug", "hardware=cpu", "train.global_batch=64", "mesh.fsdp=2"]) == 0
     out = capsys.readouterr().out
     assert out.count("run      forward of model.layers.0") <= 3 and re.search(r", as F\(microbatch \d, stage 0\)", out)
+
+
+def test_prove_if_short_finds_missing_send_before_training(monkeypatch):
+    cfg = resolve(load_config([*SHAPE, "mesh.pp=2", "schedule=1f1b", "train.compile=false"]), 2)
+    assert prove_if_short(cfg, "cpu")
+    build = step_module.build_program
+
+    def without_sends(*args):
+        program = build(*args)
+        mute = lambda turn: turn._replace(ops=tuple(op for op in turn.ops if not isinstance(op, Send)))
+        return replace(program, turns=tuple(map(mute, program.turns)))
+
+    monkeypatch.setattr(step_module, "build_program", without_sends)
+    step_module._shared.cache_clear()
+    with pytest.raises(LaunchOrderError, match="deadlock"):
+        prove_if_short(cfg, "cpu")
+    step_module._shared.cache_clear()
+
+
+@pytest.mark.parametrize("overrides", [["mesh.fsdp=2"], ["mesh.pp=2", "train.global_batch=4096"]])
+def test_prove_if_short_leaves_out_steps_without_pipeline_or_with_many_actions(overrides):
+    cfg = resolve(load_config([*SHAPE, "train.micro_batch=1", "train.compile=false", *overrides]), 2)
+    assert not prove_if_short(cfg, "cpu")

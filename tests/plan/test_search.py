@@ -13,7 +13,6 @@ import pytest
 from ndtrain.config import Config, ConfigError, resolve
 from ndtrain.parallel.distribution import Distribution
 from ndtrain.plan import accuracy as published
-from ndtrain.plan import step_program as program
 from ndtrain.plan.__main__ import main
 from ndtrain.plan.candidates import Candidate, Space, Stages, candidate_of, searched_run
 from ndtrain.plan.estimate import Place, pipeline
@@ -32,6 +31,7 @@ from ndtrain.plan.search import (
     search,
     shortlist,
 )
+from ndtrain.program import step as program
 from ndtrain.run import cli
 from tests.lib.helpers import MARK, processes, wait_for
 

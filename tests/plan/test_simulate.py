@@ -7,12 +7,13 @@ import pytest
 
 from ndtrain.config import Config, load_config, resolve
 from ndtrain.mesh.mesh import MeshSpec
-from ndtrain.plan.events import Collective, Event, Kernel, Piece, Variant, Wait
+from ndtrain.plan.events import Collective, Event, Kernel, Piece, Wait
 from ndtrain.plan.hardware import Hardware
 from ndtrain.plan.price import Prices, Rates
 from ndtrain.plan.simulate import CAUSES, Simulation, Sizes
-from ndtrain.plan.step_program import StepProgram
 from ndtrain.program.build import UnitFacts
+from ndtrain.program.passes import Variant
+from ndtrain.program.step import StepProgram
 from ndtrain.schedule import COST
 from ndtrain.schedule import simulate as simulated
 

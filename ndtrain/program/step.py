@@ -12,7 +12,7 @@ from typing import overload
 
 import torch
 
-from ndtrain.config import Config
+from ndtrain.config import Config, ModelConfig, RecomputeConfig
 from ndtrain.config.schema import resolved
 from ndtrain.model import Segment, Transformer
 from ndtrain.model.transformer import BLOCKS
@@ -22,13 +22,14 @@ from ndtrain.parallel.distribution import Distribution
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, RecomputeOps, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import StatePlan
-from ndtrain.plan.events import Variant, variants
 from ndtrain.program.build import Experts, Holdings, UnitFacts, build_program
 from ndtrain.program.launch_order import check, launches
 from ndtrain.program.ops import Op, RankProgram, Run, Turn
-from ndtrain.program.passes import Layer, line_up
+from ndtrain.program.passes import Layer, Variant, line_up, variants
 from ndtrain.schedule import Schedule, forwards
 from ndtrain.schedule.check import in_order
+
+_SHORT = 2048  # actions
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,25 @@ class StepProgram:
         return cls(placement.schedule, ranks.look_ahead, plan, units, ranks)
 
 
+def prove_if_short(cfg: Config, device: str) -> bool:
+    """Prove that no pipeline rank of a resolved configuration waits forever.
+
+    Return False, without a proof, if there is no pipeline. Do the same if the step has more than `_SHORT` actions, since
+    the proof then takes more than about a second.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Raises:
+        LaunchOrderError: as `StepProgram.prove`.
+    """
+    table = Distribution.of(cfg).placement.schedule.table
+    if len(table) == 1 or sum(map(len, table)) > _SHORT:
+        return False
+    StepProgram.of(cfg, device=device).prove()
+    return True
+
+
 @dataclass(frozen=True, eq=False)
 class _Ranks(Sequence[RankPlan]):
     """The programs of the ranks. Two objects are equal if they give the same programs.
@@ -158,7 +178,7 @@ class _Ranks(Sequence[RankPlan]):
 
     @cached_property
     def _segments(self) -> dict[int, list[Segment]]:
-        return _segments(self.cfg, self.placement)
+        return _segments(self.cfg.model, self.placement)
 
     @cached_property
     def _facts(self) -> str:
@@ -197,10 +217,10 @@ def _order(schedule: Schedule) -> list[tuple[int, int]]:
     return order
 
 
-def _segments(cfg: Config, placement: Placement) -> dict[int, list[Segment]]:
+def _segments(m: ModelConfig, placement: Placement) -> dict[int, list[Segment]]:
     """Return the segments of each stage, cut out of a whole model without weights."""
     with torch.device("meta"):
-        whole = Transformer(cfg.model).segments()
+        whole = Transformer(m).segments()
     blocks = [s for s in whole if s.is_block]
     cut = {stage: [blocks[i] for i in layers] for stage, layers in enumerate(placement.layers)}
     cut[0] = [whole[0], *cut[0]]
@@ -213,7 +233,7 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
     layers = line_up({stage: step._segments[stage] for stage in schedule.stages_of(rank)}, schedule.stages - 1)
     kinds = [layer.kind for layer in layers]
     ops = RecomputeOps.of(step.cfg.model, step.cfg.mesh)
-    groups = _recompute_groups(step.cfg, layers, ops)
+    groups = _recompute_groups(step.cfg.recompute, layers, ops)
     held = {u for layer in layers for u in layer.units}
     units = {name: facts for name, facts in step.units.items() if name in held}
     before, unsharded = None, NOTHING
@@ -257,8 +277,8 @@ def _as_recorded(program: RankProgram, layers: Sequence[Layer], ops: RecomputeOp
     return replace(program, turns=tuple(turn._replace(ops=shared[turn.ops]) for turn in program.turns))
 
 
-def _recompute_groups(cfg: Config, layers: Sequence[Layer], ops: RecomputeOps) -> list[RecomputeGroup]:
+def _recompute_groups(cfg: RecomputeConfig, layers: Sequence[Layer], ops: RecomputeOps) -> list[RecomputeGroup]:
     groups: list[RecomputeGroup] = []
     for _, members in groupby(range(len(layers)), key=lambda i: layers[i].stage):
-        groups += plan_recompute([i for i in members if layers[i].kind in BLOCKS], cfg.recompute, ops)
+        groups += plan_recompute([i for i in members if layers[i].kind in BLOCKS], cfg, ops)
     return groups
