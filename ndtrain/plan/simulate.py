@@ -307,17 +307,30 @@ class Simulation:
             self._add_up_loads(ranks)
         for rank, turn in program.turns(program.schedule):
             self._turn(rank, ranks[rank], turn)
-        gradients, norms, updates = [], [], []
         for state, own in zip(ranks, program.ranks, strict=True):
             for op in own.program.end:
                 state.end(op, own)
-            elements = sum(program.units[name].shard for name in own.units)
-            gradients.append(max(state.clocks[:2]))
-            norms.append(gradients[-1] + costs.copy(elements * self.sizes.master, "linalg_vector_norm"))
-            updates.append(costs.copy(elements * self.sizes.update, "_fused_adamw_"))
-        end = max(norms) + self._statistics() + max(updates)
+        gradients = [max(state.clocks[:2]) for state in ranks]
         copies = sum(state.copies for state in ranks) / len(ranks)
-        return StepTimes(max(gradients), end + costs.prices.rates.step_s, copies)
+        return StepTimes(max(gradients), self._updated(gradients) + costs.prices.rates.step_s, copies)
+
+    def _updated(self, ends: list[float]) -> float:
+        """Return when the last rank has run the ops of the update. Those not listed here take no time to speak of.
+
+        Args:
+            ends: when each rank has its gradients.
+        """
+        costs, ranks = self.costs, self.program.ranks
+        shards = [sum(self.program.units[name].shard for name in own.units) for own in ranks]
+        for op in ranks[0].program.update:  # all ranks have the same
+            match op:
+                case ops.GatherStats():
+                    norms = [costs.copy(elements * self.sizes.master, "linalg_vector_norm") for elements in shards]
+                    ends = [max(map(sum, zip(ends, norms, strict=True))) + self._statistics()] * len(ends)
+                case ops.Update():
+                    updates = [costs.copy(elements * self.sizes.update, "_fused_adamw_") for elements in shards]
+                    ends = list(map(sum, zip(ends, updates, strict=True)))
+        return max(ends)
 
     def _add_up_loads(self, ranks: Sequence[_Rank]) -> None:
         """Make all ranks wait for the sum of expert loads after the forward before the step. Forget its messages."""

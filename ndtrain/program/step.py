@@ -123,8 +123,8 @@ class StepProgram:
 def prove_if_short(cfg: Config, device: str) -> bool:
     """Prove that no pipeline rank of a resolved configuration waits forever.
 
-    Return False, without a proof, if there is no pipeline. Do the same if the step has more than `_SHORT` actions, since
-    the proof then takes more than about a second.
+    Return False, without a proof, if there is no pipeline. Do the same if the step has more than `_SHORT` actions: the
+    proof then takes more than about a second.
 
     Args:
         device: "cpu" or "cuda".
