@@ -123,8 +123,8 @@ class StepProgram:
 def prove_if_short(cfg: Config, device: str) -> bool:
     """Prove that no pipeline rank of a resolved configuration waits forever.
 
-    Return False, without a proof, if there is no pipeline. Do the same if the step has more than `_SHORT` actions: the
-    proof then takes more than about a second.
+    Return False, without a proof, if there is no pipeline, or if `recompute=budget` has yet to choose the blocks. A
+    step of more than `_SHORT` actions has no proof either, since that would take more than about a second.
 
     Args:
         device: "cpu" or "cuda".
@@ -133,7 +133,7 @@ def prove_if_short(cfg: Config, device: str) -> bool:
         LaunchOrderError: as `StepProgram.prove`.
     """
     table = Distribution.of(cfg).placement.schedule.table
-    if len(table) == 1 or sum(map(len, table)) > _SHORT:
+    if len(table) == 1 or cfg.recompute.name == "budget" or sum(map(len, table)) > _SHORT:
         return False
     StepProgram.of(cfg, device=device).prove()
     return True

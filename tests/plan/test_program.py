@@ -211,7 +211,14 @@ def test_prove_if_short_finds_missing_send_before_training(monkeypatch):
     step_module._shared.cache_clear()
 
 
-@pytest.mark.parametrize("overrides", [["mesh.fsdp=2"], ["mesh.pp=2", "train.global_batch=4096"]])
-def test_prove_if_short_leaves_out_steps_without_pipeline_or_with_many_actions(overrides):
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["mesh.fsdp=2"],
+        ["mesh.pp=2", "train.global_batch=4096"],
+        ["mesh.pp=2", "recompute=budget", "recompute.budget=1GiB"],
+    ],
+)
+def test_prove_if_short_leaves_out_long_steps_and_unknown_programs(overrides):
     cfg = resolve(load_config([*SHAPE, "train.micro_batch=1", "train.compile=false", *overrides]), 2)
     assert not prove_if_short(cfg, "cpu")
