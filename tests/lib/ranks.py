@@ -4,10 +4,12 @@ import multiprocessing as mp
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,13 @@ def started_ranks(fn: Callable, n: int, *args: Any) -> Iterator[tuple[list, Path
 
 
 def _collect(ranks: list, folder: Path, timeout: float) -> list[Any]:
-    for p in ranks:
-        p.join(timeout)
+    until = time.monotonic() + timeout
+    while waiting := [p.sentinel for p in ranks if p.exitcode is None]:
+        connection.wait(waiting, max(0.0, until - time.monotonic()))
+        if any(p.exitcode for p in ranks):  # the others may wait for that one, or fail for the same reason
+            until = min(until, time.monotonic() + 5)
+        if time.monotonic() >= until:
+            break
     results = []
     for r, p in enumerate(ranks):
         path = folder / f"result-{r}"
