@@ -31,7 +31,15 @@ from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
 from ndtrain.parallel.distribution import Distribution
-from ndtrain.parallel.ep import LANE, ExpertExchange, SavedExchange, keep_out_of_graphs, parts_of
+from ndtrain.parallel.ep import (
+    LANE,
+    ExpertExchange,
+    ExpertRanks,
+    SavedExchange,
+    keep_out_of_graphs,
+    parts_of,
+    plan_rows,
+)
 from ndtrain.parallel.ep_capacity import Capacity
 from ndtrain.parallel.expert_slices import ExpertSlices
 from ndtrain.parallel.fsdp import ShardedUnits
@@ -174,8 +182,8 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None, imbalan
     matmul, objective = _matmul_impl(cfg.precision.compute, mesh, compiled), make_objective(cfg.objective, compiled)
     weights = _weights(units, layouts, distribution.params, matmul, objective)
     capacity = Capacity(m, cfg.moe.capacity, mesh) if cfg.moe.capacity is not None else None
-    exchange = ExpertExchange if capacity is None else capacity.exchange
-    over_ep = partial(exchange, mesh.group(EP, lane=LANE), parts, weights.saved_ops, imbalance=imbalance)
+    ranks = ExpertRanks(mesh.group(EP, lane=LANE), parts, weights.saved_ops, imbalance)
+    over_ep = partial(ExpertExchange, ranks, plan_rows if capacity is None else capacity.plan)
     ops = _ops(mesh, weights, graphs, over_ep, sequences, cfg.tp, distribution.rules)
     ops = replace(ops, balance=torch.compiler.disable(balance) if compiled else balance)
     kernel, attention = None, ""

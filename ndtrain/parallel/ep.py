@@ -14,17 +14,20 @@ rows of all parts are launched first. Then each part is multiplied while the row
 of earlier parts return. Autograd takes the parts in the opposite order, so their gradients are launched in that order.
 An expert gets the same rows in the same order, so no result changes.
 
+An `ExpertExchange` follows a `Plan`, which is made from the numbers of rows. `moe.capacity` makes another plan
+(`ep_capacity.py`).
+
 The gradient of an expert is computed on the rank that holds the expert, from the rows of all ranks along ep. It is
 therefore summed only over the axes that ep leaves over, and never divided by a number of ranks.
 
-Shape legend: M rows of this rank's tokens, sorted by expert, R rows of a part of this rank's experts, E hidden_size,
-X experts.
+Shape legend: M rows of this rank's tokens, sorted by expert; S rows of all messages that this rank sends; A rows of a
+part that arrive, rank by rank; R rows of a part, sorted by expert; E hidden_size, X experts.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +35,7 @@ from torch import Tensor
 
 from ndtrain.mesh.collectives import Pending, all_to_all_rows
 from ndtrain.mesh.sharding import balanced_split
-from ndtrain.model.moe.exchange import Exchange, ExpertRows, Part
+from ndtrain.model.moe.exchange import Exchange, ExpertRows, Part, even_sizes
 from ndtrain.model.moe.permutation import Permutation
 from ndtrain.model.spec import COMBINE, DISPATCH
 from ndtrain.parallel.recompute import SavedOps
@@ -45,273 +48,107 @@ def parts_of(experts: int, parts: int) -> list[slice]:
     return [slice(*balanced_split(experts, parts, i)) for i in range(parts)]
 
 
-class SavedExchange(Exchange):
-    """An exchange whose results a recomputed block may save. All experts are on this rank, and rows stay where they
-    are.
-
-    Args:
-        saved_ops: the store of the saved results.
-        counts_X, rows: as in `Exchange`.
-    """
-
-    def __init__(self, saved_ops: SavedOps, counts_X: Tensor, rows: int):
-        self._saved_ops = saved_ops
-        self.parts = [_SavedPart(saved_ops, slice(None), ExpertRows.of(counts_X, rows))]
-
-    def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
-        return _Move.apply(_as_it_is, _as_it_is, self._saved_ops.of(COMBINE), *returned)
+# ------------------------------------------------------------------------------------------------- where the rows go
 
 
-class _SavedPart(Part):
-    def __init__(self, saved_ops: SavedOps, experts: slice, expert_rows: ExpertRows):
-        super().__init__(experts, expert_rows)
-        self._saved_ops = saved_ops
-
-    def receive(self, sent: Tensor) -> Tensor:
-        return _Move.apply(_as_it_is, _as_it_is, self._saved_ops.of(DISPATCH), sent)
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
-class ReturnBuffer:
-    """The buffer in which the rows of this rank's tokens return, one tensor for all parts. It refers neither to the
-    exchange nor to its parts, and these form no reference cycle. They are therefore freed with the graph that holds
-    them.
+class ExpertRanks(NamedTuple):
+    """The ranks that hold the experts of a layer, and how they exchange rows.
 
     Attributes:
-        rows: the number of rows of all parts.
-    """
-
-    def __init__(self, rows: int = 0):
-        self.rows = rows
-        self._rows_E: Tensor | None = None
-
-    def get(self, like: Tensor) -> Tensor:
-        """Return the buffer [rows, E], in the precision of `like`. Its rows have the same width as the rows of
-        `like`."""
-        if self._rows_E is None:
-            self._rows_E = like.new_empty(self.rows, like.shape[1])
-        return self._rows_E
-
-    def take(self) -> Tensor:
-        """Return the tensor that all parts wrote into, and hold it no longer."""
-        made, self._rows_E = self._rows_E, None
-        assert made is not None, "rows must be sent before they are received"
-        return made
-
-
-class TravellingPart(Part, ABC):
-    """A part whose rows come from other ranks. Received rows are saved in every mode of recompute.
-
-    Rows go "there", to the experts, and "back", to the tokens. Each of the two messages is started and finished by a
-    method of its own. Gradients use the same four methods in the opposite direction. An exchange calls `start_there`,
-    and calls `finish_back` after the `start_back` of all parts.
-
-    Args:
-        returning: the buffer in which rows return.
-        group: the ranks along ep.
-        saved_ops, experts, expert_rows: as for other parts.
-    """
-
-    def __init__(
-        self,
-        returning: ReturnBuffer,
-        group: dist.ProcessGroup,
-        saved_ops: SavedOps,
-        experts: slice,
-        expert_rows: ExpertRows,
-    ):
-        super().__init__(experts, expert_rows)
-        self._returning, self._group, self._saved_ops = returning, group, saved_ops
-        self._there: tuple[Pending, Tensor] | None = (
-            None  # the message to the experts, and the tensor in which it arrives
-        )
-        self._back: Pending | None = None  # the message back to the tokens
-
-    def receive(self, sent: Tensor) -> Tensor:
-        return _Move.apply(self.finish_there, self.start_back, self._saved_ops.of(DISPATCH), sent)
-
-    def send_back(self, y_RE: Tensor) -> Tensor:
-        """Start to send the outputs back. Return a tensor without elements in place of the rows in flight."""
-        start = _nothing if self._saved_ops.replays(COMBINE) else self.start_back
-        return _Move.apply(start, self.finish_there, None, y_RE)
-
-    def start_there(self, x_ME: Tensor) -> None:
-        """Launch the rows for this part's experts."""
-        self._there = self.launch_there(x_ME)
-
-    def finish_there(self, sent: Tensor) -> Tensor:
-        """Wait for the rows, and return them sorted by expert."""
-        assert self._there is not None, "rows must be sent before they are received"
-        (pending, arriving), self._there = self._there, None
-        pending.wait()
-        return self.by_expert(arriving)
-
-    def start_back(self, y_RE: Tensor) -> Tensor:
-        """Launch the rows of this part's experts back to the tokens."""
-        self._back = self.launch_back(y_RE)
-        return _nothing(y_RE)
-
-    def finish_back(self) -> None:
-        assert self._back is not None, "rows must be sent before they are received"
-        self._back.wait()
-        self._back = None
-
-    @abstractmethod
-    def launch_there(self, x_ME: Tensor) -> tuple[Pending, Tensor]:
-        """Launch the rows to the experts. Return the operation, and the tensor in which the rows arrive."""
-
-    @abstractmethod
-    def by_expert(self, arriving: Tensor) -> Tensor:
-        """Return the rows that have arrived, sorted by expert: [R, E]."""
-
-    @abstractmethod
-    def launch_back(self, y_RE: Tensor) -> Pending:
-        """Launch the rows back to the tokens. This is the inverse of `by_expert` and of `launch_there`."""
-
-
-def _nothing(x: Tensor) -> Tensor:
-    return x.new_empty(0)
-
-
-class TravellingExchange(Exchange):
-    """The exchange with the experts of other ranks, part by part. All ranks launch the parts in the same order.
-
-    Attributes:
-        parts: as in `Exchange`; they write the rows that return into `returning`.
-    """
-
-    parts: Sequence[TravellingPart]
-
-    def __init__(self, saved_ops: SavedOps, returning: ReturnBuffer):
-        self._saved_ops, self.returning = saved_ops, returning
-
-    def send(self, x_ME: Tensor) -> Sequence[Tensor]:
-        """Start to send the rows. Return for each part a tensor without elements in place of its rows in flight."""
-        start = self._no_start if self._saved_ops.replays(DISPATCH) else partial(self._start_there, self.parts)
-        return _Move.apply(start, self._finish_back, None, x_ME)
-
-    def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
-        # autograd runs the last part's backward first
-        launch = partial(self._start_there, self.parts[::-1])
-        return _Move.apply(self._finish_back, launch, self._saved_ops.of(COMBINE), *returned)
-
-    def of_tokens(self, returned: Tensor) -> Tensor:
-        """Return the rows that all parts wrote into `returning`, in the order in which the rows were sent: [M, E]."""
-        return returned
-
-    def _start_there(self, parts: Sequence[TravellingPart], x_ME: Tensor) -> tuple[Tensor, ...]:
-        for part in parts:
-            part.start_there(x_ME)
-        return self._no_start(x_ME)
-
-    def _no_start(self, x_ME: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_nothing(x_ME) for _ in self.parts)
-
-    def _finish_back(self, *returned: Tensor) -> Tensor:
-        for part in self.parts:
-            part.finish_back()
-        return self.of_tokens(self.returning.take())
-
-
-class ExpertExchange(TravellingExchange):
-    """An exchange that sends exactly the rows that exist. The host waits for their numbers.
-
-    Args:
         group: the ranks along ep. Each holds the same number of experts, in order.
         parts: the number of parts into which the experts of a rank are split.
-        saved_ops, counts_X, rows: as in `SavedExchange`.
+        saved_ops: the store of the results that recomputed blocks save.
         imbalance: on the meta device, the rows that come to this rank over the mean number.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        parts: int,
-        saved_ops: SavedOps,
-        counts_X: Tensor,
-        rows: int,
-        imbalance: float = 1.0,
-    ):
-        super().__init__(saved_ops, ReturnBuffer(rows))
-        theirs_X, on_host = saved_ops(DISPATCH, partial(exchange_counts, counts_X, group))
-        mine, theirs = _even(rows, len(counts_X), group, imbalance) if on_host.is_meta else on_host.tolist()
-        each = len(counts_X) // group.size()
-        self.parts = [
-            _UnevenPart(self.returning, group, saved_ops, experts, each, mine, theirs, theirs_X)
-            for experts in parts_of(each, parts)
-        ]
+    group: dist.ProcessGroup
+    parts: int
+    saved_ops: SavedOps
+    imbalance: float = 1.0
 
 
-class _UnevenPart(TravellingPart):
-    """A part whose messages have exactly the rows that exist.
+class Selection(NamedTuple):
+    """Selected rows of a source tensor.
 
-    Args:
-        each: the number of experts of a rank.
-        mine, theirs: the number of rows that go to each expert, and the number that come from each rank for each expert
-            here, [X] on the host.
-        theirs_X: `theirs` on the device.
+    Attributes:
+        source: [rows], the index in the source of each row; None: the result is the source.
+        empty: [rows, 1], True if the row is zeros in place of a row of the source; None: no row is.
     """
 
-    def __init__(
-        self,
-        returning: ReturnBuffer,
-        group: dist.ProcessGroup,
-        saved_ops: SavedOps,
-        experts: slice,
-        each: int,
-        mine: list[int],
-        theirs: list[int],
-        theirs_X: Tensor,
-    ):
-        ends, firsts = list(accumulate(mine, initial=0)), range(0, len(mine), each)
-        self._sends = [slice(ends[first + experts.start], ends[first + experts.stop]) for first in firsts]
-        come = [theirs[first:][experts] for first in firsts]  # the rows that come, by rank and expert
-        self._receives = [sum(of_rank) for of_rank in come]
-        self._share = (experts.stop - experts.start) / each
+    source: Tensor | None = None
+    empty: Tensor | None = None
+
+    def take(self, x: Tensor) -> Tensor:
+        if self.source is None:
+            return x
+        return x[self.source] if self.empty is None else x[self.source].masked_fill_(self.empty, 0)
+
+
+class Messages(NamedTuple):
+    """The messages of a part from and to each rank.
+
+    Attributes:
+        to_ranks: the rows from which messages are cut, from the M rows of this rank's tokens.
+        sent: the rows for each rank, in the result of `to_ranks`.
+        at: the first of these rows among the S rows that return.
+        arrive: the number of rows that arrive from each rank. The same number is sent back.
+        to_experts: R rows sorted by expert, from the A rows that arrive rank by rank.
+        from_experts: the inverse.
+        recorded: the number of rows that all ranks record.
+        order: the permutation that both selections were made from; None: there is none.
+    """
+
+    to_ranks: Selection
+    sent: Sequence[slice]
+    at: int
+    arrive: Sequence[int]
+    to_experts: Selection
+    from_experts: Selection
+    recorded: float
+    order: Permutation | None = None
+
+
+class Plan(NamedTuple):
+    """The messages of an exchange.
+
+    Attributes:
+        parts: the messages of each part, in order.
+        rows: S.
+        to_tokens: the M rows of this rank's tokens, from the S rows that return.
+    """
+
+    parts: dict[Part, Messages]
+    rows: int
+    to_tokens: Selection
+
+
+def plan_rows(ranks: ExpertRanks, counts_X: Tensor, rows: int) -> Plan:
+    """Plan to send exactly the rows that exist. The host waits for their numbers.
+
+    Args:
+        counts_X, rows: as in `Exchange`.
+    """
+    theirs_X, on_host = ranks.saved_ops(DISPATCH, partial(exchange_counts, counts_X, ranks.group))
+    mine, theirs = _even(rows, len(counts_X), ranks) if on_host.is_meta else on_host.tolist()
+    each = len(counts_X) // ranks.group.size()
+    ends, firsts = list(accumulate(mine, initial=0)), range(0, len(mine), each)
+    parts = {}
+    for experts in parts_of(each, ranks.parts):
         number = experts.stop - experts.start
-        experts_R = torch.arange(number, device=theirs_X.device).repeat(len(firsts))
-        theirs_R = theirs_X.view(-1, each)[:, experts].flatten()
-        experts_R = experts_R.repeat_interleave(theirs_R, output_size=sum(self._receives))
-        self._order = Permutation.of(experts_R[:, None], number)
+        come = [theirs[first:][experts] for first in firsts]  # the rows that come, by rank and expert
+        arrive = [sum(of_rank) for of_rank in come]
+        # they arrive rank by rank, and each rank's rows are sorted by expert
+        experts_A = torch.arange(number, device=theirs_X.device).repeat(len(firsts))
+        theirs_A = theirs_X.view(-1, each)[:, experts].flatten()
+        experts_A = experts_A.repeat_interleave(theirs_A, output_size=sum(arrive))
+        order = Permutation.of(experts_A[:, None], number)
         sizes = [sum(of_expert) for of_expert in zip(*come, strict=True)]
-        super().__init__(returning, group, saved_ops, experts, ExpertRows.of_sizes(sizes, self._order.counts))
-
-    def launch_there(self, x_ME: Tensor) -> tuple[Pending, Tensor]:
-        arriving = x_ME.new_empty(sum(self._receives), x_ME.shape[1])
-        sends, receives = [x_ME[rows] for rows in self._sends], arriving.split(self._receives)
-        return all_to_all_rows(sends, receives, self._group, self._nbytes(x_ME)), arriving
-
-    def by_expert(self, arriving: Tensor) -> Tensor:
-        """Sort the rows by expert. They arrive rank by rank, and each rank's rows are sorted by expert."""
-        return arriving[self._order.slots]
-
-    def launch_back(self, y_RE: Tensor) -> Pending:
-        returning = self._returning.get(y_RE)
-        sends = y_RE[self._order.rows[:, 0]].split(self._receives)
-        return all_to_all_rows(sends, [returning[rows] for rows in self._sends], self._group, self._nbytes(y_RE))
-
-    def _nbytes(self, x: Tensor) -> int:
-        """Return the bytes of a part of this size whose experts all get the mean number of rows. All ranks record the
-        same number."""
-        return round(self._share * self._returning.rows * x.shape[1] * x.element_size())
-
-
-@cache
-def keep_out_of_graphs() -> None:
-    """Make the functions that send or save rows a break in compiled graphs. Decorators are not used: they would import
-    PyTorch's compiler in every run, which takes long."""
-    senders = {
-        SavedExchange: ("to_tokens",),
-        _SavedPart: ("receive",),
-        TravellingExchange: ("send", "to_tokens"),
-        TravellingPart: ("receive", "send_back"),
-    }
-    for cls, names in senders.items():
-        for name in names:
-            setattr(cls, name, torch.compiler.disable(getattr(cls, name)))
+        sent = [slice(ends[first + experts.start], ends[first + experts.stop]) for first in firsts]
+        to_experts, from_experts = Selection(order.slots), Selection(order.rows[:, 0])
+        recorded = number / each * rows  # as if all experts got the mean number of rows
+        part = Part(experts, ExpertRows.of_sizes(sizes, order.counts))
+        parts[part] = Messages(Selection(), sent, 0, arrive, to_experts, from_experts, recorded, order)
+    return Plan(parts, rows, Selection())
 
 
 def exchange_counts(counts_X: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -334,12 +171,128 @@ def their_counts(counts_X: Tensor, group: dist.ProcessGroup) -> Tensor:
     return theirs_X
 
 
-def _even(rows: int, experts: int, group: dist.ProcessGroup, imbalance: float) -> tuple[list[int], list[int]]:
+def _even(rows: int, experts: int, ranks: ExpertRanks) -> tuple[list[int], list[int]]:
     """Return the numbers of rows that go to each expert and that come, if all ranks send equally many rows to every
     expert. `imbalance` multiplies the rows that come."""
-    mine = [rows * (i + 1) // experts - rows * i // experts for i in range(experts)]
-    each, me = experts // group.size(), group.rank()
-    return mine, [round(imbalance * n) for n in mine[me * each : (me + 1) * each]] * group.size()
+    mine = even_sizes(rows, experts)
+    each, me = experts // ranks.group.size(), ranks.group.rank()
+    return mine, [round(ranks.imbalance * n) for n in mine[me * each : (me + 1) * each]] * ranks.group.size()
+
+
+# -------------------------------------------------------------------------------------------------------- the exchange
+
+
+class ExpertExchange(Exchange):
+    """The exchange with the experts of other ranks, part by part. All ranks launch the parts in the same order.
+    Received rows are saved in every mode of recompute.
+
+    Rows go "there", to the experts, and "back", to the tokens. Gradients go the same two ways. Tensors without elements
+    take the place of rows in flight.
+
+    Args:
+        ranks: the ranks with the experts.
+        plan: makes the plan: (ranks, counts_X, rows) -> a `Plan`.
+        counts_X, rows: as in `Exchange`.
+    """
+
+    def __init__(self, ranks: ExpertRanks, plan: Callable[..., Plan], counts_X: Tensor, rows: int):
+        self._group, self._saved_ops, self._plan = ranks.group, ranks.saved_ops, plan(ranks, counts_X, rows)
+        self.parts = list(self._plan.parts)
+        self._there: dict[Part, tuple[Pending, Tensor]] = {}  # messages to the experts, and the rows that arrive
+        self._back: dict[Part, Pending] = {}  # messages back to the tokens
+        self._returning: Tensor | None = None  # the rows [S, E] in which they arrive
+
+    def send(self, x_ME: Tensor) -> Sequence[Tensor]:
+        start = self._no_start if self._saved_ops.replays(DISPATCH) else partial(self._start_there, self.parts)
+        return _Move.apply(start, self._finish_back, None, x_ME)
+
+    def receive(self, part: Part, sent: Tensor) -> Tensor:
+        finish, start = partial(self._finish_there, part), partial(self._start_back, part)
+        return _Move.apply(finish, start, self._saved_ops.of(DISPATCH), sent)
+
+    def send_back(self, part: Part, y_RE: Tensor) -> Tensor:
+        start = _nothing if self._saved_ops.replays(COMBINE) else partial(self._start_back, part)
+        return _Move.apply(start, partial(self._finish_there, part), None, y_RE)
+
+    def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
+        # autograd runs the last part's backward first
+        start = partial(self._start_there, self.parts[::-1])
+        return _Move.apply(self._finish_back, start, self._saved_ops.of(COMBINE), *returned)
+
+    def _start_there(self, parts: Sequence[Part], x_ME: Tensor) -> tuple[Tensor, ...]:
+        for part in parts:
+            messages = self._plan.parts[part]
+            arriving_AE = x_ME.new_empty(sum(messages.arrive), x_ME.shape[1])
+            leaving = messages.to_ranks.take(x_ME)
+            sends, receives = [leaving[rows] for rows in messages.sent], arriving_AE.split(messages.arrive)
+            self._there[part] = self._launch(messages, sends, receives), arriving_AE
+        return self._no_start(x_ME)
+
+    def _no_start(self, x_ME: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_nothing(x_ME) for _ in self.parts)
+
+    def _finish_there(self, part: Part, sent: Tensor) -> Tensor:
+        pending, arriving_AE = self._there.pop(part)
+        pending.wait()
+        return self._plan.parts[part].to_experts.take(arriving_AE)
+
+    def _start_back(self, part: Part, y_RE: Tensor) -> Tensor:
+        messages, returning_SE = self._plan.parts[part], self._returning
+        if returning_SE is None:
+            returning_SE = self._returning = y_RE.new_empty(self._plan.rows, y_RE.shape[1])
+        sends = messages.from_experts.take(y_RE).split(messages.arrive)
+        receives = [returning_SE[messages.at :][rows] for rows in messages.sent]
+        self._back[part] = self._launch(messages, sends, receives)
+        return _nothing(y_RE)
+
+    def _finish_back(self, *returned: Tensor) -> Tensor:
+        for part in self.parts:
+            self._back.pop(part).wait()
+        returning_SE, self._returning = self._returning, None
+        assert returning_SE is not None, "rows must be sent before they are received"
+        return self._plan.to_tokens.take(returning_SE)
+
+    def _launch(self, messages: Messages, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Pending:
+        nbytes = round(messages.recorded * sends[0].shape[1] * sends[0].element_size())
+        return all_to_all_rows(sends, receives, self._group, nbytes)
+
+
+class SavedExchange(Exchange):
+    """An exchange whose results a recomputed block may save. All experts are on this rank, and rows stay where they
+    are.
+
+    Args:
+        saved_ops: the store of the saved results.
+        counts_X, rows: as in `Exchange`.
+    """
+
+    def __init__(self, saved_ops: SavedOps, counts_X: Tensor, rows: int):
+        super().__init__(counts_X, rows)
+        self._saved_ops = saved_ops
+
+    def receive(self, part: Part, sent: Tensor) -> Tensor:
+        return _Move.apply(_as_it_is, _as_it_is, self._saved_ops.of(DISPATCH), sent)
+
+    def to_tokens(self, returned: Sequence[Tensor]) -> Tensor:
+        return _Move.apply(_as_it_is, _as_it_is, self._saved_ops.of(COMBINE), *returned)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0)
+
+
+@cache
+def keep_out_of_graphs() -> None:
+    """Make the methods that send or save rows a break in compiled graphs. Decorators are not used: they would import
+    PyTorch's compiler in every run, which takes long."""
+    for cls in (SavedExchange, ExpertExchange):
+        for name in ("send", "receive", "send_back", "to_tokens"):
+            if name in vars(cls):
+                setattr(cls, name, torch.compiler.disable(getattr(cls, name)))
 
 
 class _Move(torch.autograd.Function):

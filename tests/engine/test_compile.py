@@ -129,7 +129,7 @@ MIXED = [
     "model.shared_expert_intermediate_size=24",
 ]  # fmt: skip
 EXPERTS = {
-    "LinearOps.wide_linear", "LinearOps.grouped_linear", "DisableContext.__call__", "_SavedPart.receive",
+    "LinearOps.wide_linear", "LinearOps.grouped_linear", "DisableContext.__call__", "SavedExchange.receive",
     "SavedExchange.to_tokens",
 }  # fmt: skip
 # Graphs break only at calls that send something, save a result or defer a gradient. The last entry is the number of

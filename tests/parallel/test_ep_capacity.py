@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from threading import Barrier, Thread
 from types import SimpleNamespace
@@ -145,10 +145,11 @@ def there_and_back(exchange: Exchange, x_ME: torch.Tensor, factors: list[float])
     """Rows times the factor of their expert, and the gradient of rows."""
     x_ME, returned = x_ME.clone().requires_grad_(), []
     for part, sent in zip(exchange.parts, exchange.send(x_ME), strict=True):
-        x_RE, rows = part.receive(sent), part.expert_rows
+        x_RE, rows = exchange.receive(part, sent), part.expert_rows
         assert rows.ends.tolist() == list(accumulate(rows.sizes)) and sum(rows.sizes) == len(x_RE)
         of_experts = zip(factors[part.experts], x_RE.split(rows.sizes), strict=True)
-        returned.append(part.send_back(torch.cat([x_of_expert * factor for factor, x_of_expert in of_experts])))
+        y_RE = torch.cat([x_of_expert * factor for factor, x_of_expert in of_experts])
+        returned.append(exchange.send_back(part, y_RE))
     y_ME = exchange.to_tokens(returned)
     y_ME.backward(torch.arange(y_ME.numel(), dtype=y_ME.dtype).view_as(y_ME))
     return y_ME.detach(), x_ME.grad
@@ -171,8 +172,10 @@ def exchanged(seed: int) -> tuple[bool, bool, bool]:
         x_ME = torch.randn(rows, 3, dtype=torch.float64, generator=generator)
         capacity = ep_capacity.Capacity(model, factor, SimpleNamespace(device=torch.device("cpu")))
         factors = [float(1 + group.rank() * each + x) for x in range(each)]
-        uneven = there_and_back(ep.ExpertExchange(group, parts, SavedOps(), counts_X, rows), x_ME, factors)
-        fixed = ep_capacity.FixedExchange(capacity, group, parts, SavedOps(), counts_X, rows)
+        exchange = partial(ep.ExpertExchange, ep.ExpertRanks(group, parts, SavedOps()))
+        uneven = there_and_back(exchange(ep.plan_rows, counts_X, rows), x_ME, factors)
+        with capacity.in_use():
+            fixed = exchange(capacity.plan, counts_X, rows)
         same = all(map(torch.equal, uneven, there_and_back(fixed, x_ME, factors)))
         of_rows = torch.arange(1.0, experts + 1).repeat_interleave(counts_X)[:, None]
         assert torch.equal(uneven[0], x_ME * of_rows)
@@ -184,7 +187,7 @@ def exchanged(seed: int) -> tuple[bool, bool, bool]:
 
 def test_random_exchange_is_same_or_reports_overflow():
     patched = {"all_to_all_rows": all_to_all_of_threads}
-    with mock.patch.multiple(ep, **patched), mock.patch.multiple(ep_capacity, **patched):
+    with mock.patch.multiple(ep, **patched):
         seen = [exchanged(seed) for seed in range(60)]
     assert all(same for _, fitted, same in seen if fitted)
     assert all(fitted for must_fit, fitted, _ in seen if must_fit)

@@ -107,7 +107,7 @@ class MoEBlock(Block):
         sent = exchange.send(permute(routed_NE, permutation))
         shared_NE = self.shared_expert(x_NE) if self.moe.shared else None  # while rows travel
         parts = zip(exchange.parts, sent, strict=True)
-        returned = [part.send_back(self.experts(part.receive(rows), part)) for part, rows in parts]
+        returned = [exchange.send_back(p, self.experts(exchange.receive(p, rows), p)) for p, rows in parts]
         y_NE = self.ops.reduce_routed(combine(exchange.to_tokens(returned), weights_NK, permutation))
         return y_NE if shared_NE is None else y_NE + shared_NE
 
