@@ -95,7 +95,6 @@ class Messages(NamedTuple):
         to_experts: R rows sorted by expert, from the A rows that arrive rank by rank.
         from_experts: the inverse.
         recorded: the number of rows that all ranks record.
-        order: the permutation that both selections were made from; None: there is none.
     """
 
     to_ranks: Selection
@@ -105,7 +104,6 @@ class Messages(NamedTuple):
     to_experts: Selection
     from_experts: Selection
     recorded: float
-    order: Permutation | None = None
 
 
 class Plan(NamedTuple):
@@ -147,7 +145,7 @@ def plan_rows(ranks: ExpertRanks, counts_X: Tensor, rows: int) -> Plan:
         to_experts, from_experts = Selection(order.slots), Selection(order.rows[:, 0])
         recorded = number / each * rows  # as if all experts got the mean number of rows
         part = Part(experts, ExpertRows.of_sizes(sizes, order.counts))
-        parts[part] = Messages(Selection(), sent, 0, arrive, to_experts, from_experts, recorded, order)
+        parts[part] = Messages(Selection(), sent, 0, arrive, to_experts, from_experts, recorded)
     return Plan(parts, rows, Selection())
 
 

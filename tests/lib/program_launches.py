@@ -45,10 +45,11 @@ def compared(step: TrainingStep) -> Iterator[None]:
         AssertionError: an op has launched something else. The message names the op.
     """
     RECORDER.journal = entries = []
-    runs: list[tuple[Executor, int]] = []  # with the number of entries before it; `moe.capacity` may repeat a run
+    # with its program and the number of entries before it. `moe.capacity` may repeat a run, by another program
+    runs: list[tuple[Executor, RankProgram, int]] = []
 
     def noted(executor: Executor, *args: Any) -> Any:
-        runs.append((executor, len(entries)))
+        runs.append((executor, executor.program, len(entries)))
         return run(executor, *args)
 
     run = Executor.run
@@ -58,10 +59,11 @@ def compared(step: TrainingStep) -> Iterator[None]:
     finally:
         RECORDER.journal = None
     planned = _Planned(step)
-    for i, (executor, start) in enumerate(runs):
-        last = i == len(runs) - 1
-        program = executor.ran if last else replace(executor.ran, update=())
-        planned.check(executor, program, entries[start : None if last else runs[i + 1][1]])
+    for i, (executor, program, start) in enumerate(runs):
+        if i < len(runs) - 1:
+            planned.check(executor, replace(program, update=()), entries[start : runs[i + 1][2]])
+        else:
+            planned.check(executor, executor.ran, entries[start:])
 
 
 class _Planned:
