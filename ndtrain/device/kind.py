@@ -17,8 +17,10 @@ _STANDS_FOR: ContextVar[str] = ContextVar("_STANDS_FOR", default="cpu")
 
 @contextmanager
 def meta_stands_for(kind: str) -> Iterator[None]:
-    """Treat meta tensors as tensors on a device of this kind, "cpu" or "cuda", within the context and in this
-    thread."""
+    """Treat meta tensors as tensors on a device of this kind, "cpu" or "cuda".
+
+    This applies within the context, to the thread that entered it.
+    """
     token = _STANDS_FOR.set(kind)
     try:
         yield

@@ -63,11 +63,8 @@ def lines(cfg: Config, step: StepProgram, plan: RankPlan) -> Iterator[str]:
 
 def _of_program(program: RankProgram, words: "_Words", number: int) -> Iterator[str]:
     written: dict[int, str] = {}
-    if program.begin:
-        yield "begin"
-    for op in program.begin:
-        yield f"{number:6}  {words.of(op)}"
-        number += 1
+    yield from _section("begin", program.begin, words, number)
+    number += len(program.begin)
     for turn in program.turns:
         if id(turn.ops) in written:
             yield f"{show(turn.action)}: ops {number} to {number + len(turn.ops) - 1}, as {written[id(turn.ops)]}"
@@ -79,19 +76,15 @@ def _of_program(program: RankProgram, words: "_Words", number: int) -> Iterator[
         for op in turn.ops:
             yield f"{number:6}  {words.of(op, turn)}"
             number += 1
-    yield (
-        "gradient sums"
-        if program.begin or any(isinstance(op, ops.Sum | ops.AwaitSums) for op in program.end)
-        else "end"
-    )
-    for op in program.end:
-        yield f"{number:6}  {words.of(op)}"
-        number += 1
-    if program.update:
-        yield "norm and update"
-    for op in program.update:
-        yield f"{number:6}  {words.of(op)}"
-        number += 1
+    yield from _section("gradient sums" if program.update else "end", program.end, words, number)
+    yield from _section("norm and update", program.update, words, program.update_at)
+
+
+def _section(title: str, made: Sequence[Op], words: "_Words", number: int) -> Iterator[str]:
+    """Yield ops that belong to no action, with their indices from `number` on. Without ops there is no title either."""
+    if made:
+        yield title
+    yield from (f"{index:6}  {words.of(op)}" for index, op in enumerate(made, number))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ The flight recorder's journal names the op of every launch and every wait. The p
 own (tp, cp, ep), which the program does not list; the traffic of these is tested in tests/plan.
 """
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ class Event(NamedTuple):
     """A launch, or the beginning of a wait.
 
     Attributes:
-        ranks: the global ranks of the group.
+        ranks: the global ranks of the group. For a message: this rank and the other end, whatever group carries it.
     """
 
     kind: str
@@ -75,7 +76,7 @@ class _Planned:
         self.losses = 1 + len(step.stages.objective.sums)
 
     def check(self, executor: Executor, program: RankProgram, entries: Sequence[Entry]) -> None:
-        ran = _by_op(entries)
+        ran = _by_op(entries, self.rank)
         self.facts, self.pipeline = executor.holdings.units, executor.pipeline
         self.sums: dict[str, list[Event]] = defaultdict(list)
         for index, (turn, first, op) in enumerate(_with_turns(program)):
@@ -108,7 +109,8 @@ class _Planned:
             case ops.AwaitSums(axes):
                 yield from (event._replace(kind="wait") for event in self.sums.pop(axes))
             case ops.SumTied(unit):
-                launch = self._over(["pp"], "shift", self.facts[unit].shard * master)
+                first, *_, last = self.pipeline.schedule.rank_of
+                launch = self._to("shift", first + last - self.pipeline.rank, self.facts[unit].shard * master)
                 yield from (launch, launch._replace(kind="wait"))
             case ops.Receive():
                 source = self.pipeline.schedule.rank_of[turn.needs.source]
@@ -152,11 +154,11 @@ class _Planned:
         return event if launch else event._replace(kind="wait")
 
     def _message(self, op: str, peer: int) -> Event:
-        pipeline = self.pipeline
-        nbytes = pipeline.dtype.itemsize
-        for n in pipeline.shape:
-            nbytes *= n
-        return self._over(["pp"], op, nbytes)
+        """Return the launch of an activation's message, or of its gradient's, from or to a pp rank."""
+        return self._to(op, peer, math.prod(self.pipeline.shape) * self.pipeline.dtype.itemsize)
+
+    def _to(self, op: str, peer: int, nbytes: int) -> Event:
+        return Event("launch", op, (self.rank, self.spec.members(self.rank, "pp")[peer]), nbytes)
 
     def _over(self, axes: Sequence[str], op: str, nbytes: int) -> Event:
         return Event("launch", op, tuple(self.spec.members(self.rank, *axes)), nbytes)
@@ -177,7 +179,7 @@ def _with_turns(program: RankProgram) -> Iterator[tuple[Turn | None, bool, Op]]:
     yield from ((None, False, op) for op in (*program.end, *program.update))
 
 
-def _by_op(entries: Sequence[Entry]) -> dict[int | None, list[Event]]:
+def _by_op(entries: Sequence[Entry], rank: int) -> dict[int | None, list[Event]]:
     """Group the launches and waits of this thread by the index of their op."""
     made: dict[int | None, list[Event]] = defaultdict(list)
     launched: dict[int, Event] = {}  # by the ids of their records
@@ -185,7 +187,9 @@ def _by_op(entries: Sequence[Entry]) -> dict[int | None, list[Event]]:
         if entry.thread != threading.get_ident():
             continue
         if entry.group is not None:
-            event = Event("launch", entry.record.op, entry.ranks, entry.record.nbytes)
+            peer = entry.source if entry.to is None else entry.to
+            ranks = entry.ranks if peer is None else (rank, entry.ranks[peer])
+            event = Event("launch", entry.record.op, ranks, entry.record.nbytes)
             launched[id(entry.record)] = event
             made[entry.op].append(event)
         elif id(entry.record) in launched:

@@ -181,8 +181,8 @@ class Fp8Matmul(MatmulImpl):
         return super().outputs(cast(x_NI, _E4M3), weights_OI)
 
     def backward(self, dys_NO: Sequence[Tensor], x_NI: Tensor, weights_OI: Sequence[Tensor]) -> Tensor:
-        """Do it in one custom op, but for the casts. The compiler makes each cast in the kernel that computes its
-        input, once for all readers. It also decides what is kept for backward."""
+        """Compute both kinds of gradients in one custom op, except for the casts. The compiler makes each cast in the
+        kernel that computes its input, once for all readers. It also decides what is kept for backward."""
         dys = [cast(dy_NO, _E5M2) for dy_NO in dys_NO]
         factors_IO = [self.weight(w_OI, backward=True) for w_OI in weights_OI]
         casts = [*dys, *factors_IO, *(dy.t() for dy in dys), cast(x_NI, _E4M3).t()]

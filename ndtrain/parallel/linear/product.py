@@ -113,8 +113,8 @@ class CommProduct(Product):
         return [out() for out in outs]
 
     def gradients(self, x: Tensor, dys: Sequence[Tensor]) -> Tensor:
-        """Do what `Product` demands. The input's gradient is computed first, so that it is sent while the weights'
-        gradients are computed."""
+        """Accumulate the weights' gradients and return the input's gradient. The input's gradient is computed first. It
+        is then sent while the weights' gradients are computed."""
         comm, matmul = self.comm, self.matmul
         gathered = matmul.input(comm.gather_input.gather(x))
         arriving = [matmul.gradient(comm.reduce_output.gather(dy)) for dy in dys]
