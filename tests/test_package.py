@@ -12,8 +12,8 @@ ROOT = Path(ndtrain.__file__).parent
 # data flows down this list: a file imports only from packages above its own
 ORDER = [
     "arguments", "schedule", "config", "plugins", "device", "model", "mesh", "data", "optim", "parallel", "program",
-    "checkpoint", "observe", "run", "engine", "train", "evaluate", "generate", "report", "measure", "bench", "plan",
-    "preflight",
+    "checkpoint", "islands", "observe", "run", "engine", "train", "evaluate", "generate", "report", "measure", "bench",
+    "plan", "preflight",
 ]  # fmt: skip
 TAKE_CONFIG = {
     "parallel/build.build_stages", "parallel/build.state_plan", "parallel/distribution.of", "checkpoint/saver.__init__",

@@ -1,0 +1,1 @@
+"""Islands: whole jobs, each on its own mesh, that train one model together. Any of them may be lost."""
