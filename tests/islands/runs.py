@@ -1,0 +1,164 @@
+"""Islands as real runs: their processes, kills, and their results beside those of one process."""
+
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import safe_open
+
+from tests.lib.helpers import arguments, checkpoint_of, rank_main, rows
+from tests.lib.ranks import started_ranks
+
+PATIENCE_S = 240.0  # for a run on a busy machine
+MESHES = {
+    "one": (1, []),
+    "tp": (2, ["mesh.tp=2"]),
+    "fsdp": (2, ["mesh.fsdp=2"]),
+    "cp": (2, ["mesh.cp=2"]),
+    "pp": (2, ["mesh.pp=2"]),
+    "dp": (2, ["mesh.dp=2", "mesh.zero=1"]),
+    "ep": (2, ["mesh.dp=2", "mesh.ep=2"]),
+}
+FP64 = ["precision.params=fp64", "precision.compute=fp64", "train.compile=false", "train.micro_batch=1"]
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Islands:
+    """Islands of one run, started as their ranks.
+
+    Args:
+        folder: holds a run folder for each.
+        args: the overrides that all of them have.
+        meshes: name -> the key of its mesh in `MESHES`.
+    """
+
+    folder: Path
+    args: list[str]
+    meshes: dict[str, str]
+    door: int = field(default_factory=free_port)
+    _running: dict = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> "Islands":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._stack.close()
+
+    def start(self, name: str, *more: str) -> None:
+        """Start an island, or start it again."""
+        ranks, mesh = MESHES[self.meshes[name]]
+        islands = [f"islands.count={len(self.meshes)}", f"islands.address=127.0.0.1:{self.door}", "islands.timeout_s=8"]
+        args = [*self.args, *mesh, *islands, f"run.dir={self.folder / name}", "islands.wait_s=120", *more]
+        self._running[name] = self._stack.enter_context(started_ranks(rank_main, ranks, args))
+
+    def kill(self, name: str) -> None:
+        """End all processes of an island at once, without a chance to say anything."""
+        for p in self._running[name][0]:
+            os.kill(p.pid, signal.SIGKILL)
+        for p in self._running[name][0]:
+            p.join()
+
+    def exit_codes(self, name: str) -> list[int | None]:
+        return [p.exitcode for p in self._running[name][0]]
+
+    def failures(self) -> str:
+        texts = [f"{name}: {p.read_text()}" for name, (_, f) in self._running.items() for p in f.glob("error-*")]
+        logs = [f"{p}: {p.read_text()[-1500:]}" for p in self.folder.glob("*/logs/rank-0.log")]
+        return "\n".join([*texts, *logs])
+
+    def wait(self, names: Sequence[str] | None = None) -> None:
+        """Wait until islands have finished.
+
+        Raises:
+            AssertionError: one failed, or they take too long.
+        """
+        end = time.monotonic() + PATIENCE_S
+        for name in names or list(self.meshes):
+            for p in self._running[name][0]:
+                p.join(max(0.1, end - time.monotonic()))
+            assert self.exit_codes(name) == [0] * len(self._running[name][0]), self.failures()
+
+    def step(self, name: str) -> int:
+        """Return the last step that an island has logged."""
+        logged = rows(self.folder / name)
+        return logged[-1]["step"] if logged else 0
+
+
+def run_one(folder: Path, args: list[str], mesh: Sequence[str] = ()) -> None:
+    """Run the reference: one process, without islands."""
+    with started_ranks(rank_main, 1, [*args, *mesh, f"run.dir={folder}"]) as (ranks, errors):
+        ranks[0].join(PATIENCE_S)
+        assert ranks[0].exitcode == 0, [p.read_text() for p in errors.glob("error-*")]
+
+
+def island_arguments(folder: Path, corpus: Path, steps: int, *more: str) -> list[str]:
+    """Return the overrides of a small run in fp64 whose global batch several islands can share."""
+    own = ["train.global_batch=12", f"train.steps={steps}", "checkpoint.async_save=false", *FP64]
+    return [x for x in arguments(folder, corpus, *own, *more) if not x.startswith("run.dir=")]
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Return the largest difference of losses and gradient norms between two runs, relative, over the common steps."""
+    mine, theirs = ({row["step"]: row for row in rows(folder)} for folder in (one, other))
+    common = mine.keys() & theirs.keys()
+    assert common, "no common step"
+    of = lambda key: (abs(mine[s][key] - theirs[s][key]) / abs(mine[s][key]) for s in common)
+    return max(*of("loss"), *of("grad_norm"))
+
+
+def largest_difference_of_tensors(one: Path, other: Path, step: int) -> float:
+    """Return the largest difference of weights and moments after a step, relative to the norm of the tensor."""
+    worst = 0.0
+    for path in checkpoint_of(one, step).glob("*.safetensors"):
+        with safe_open(path, "pt") as mine, safe_open(checkpoint_of(other, step) / path.name, "pt") as theirs:
+            assert set(mine.keys()) == set(theirs.keys())
+            for name in list(mine.keys()):
+                x, y = mine.get_tensor(name).double(), theirs.get_tensor(name).double()
+                worst = max(worst, float((x - y).norm() / x.norm().clamp(min=1e-30)))
+    return worst
+
+
+def kill_and_revive(islands: Islands, kills: int, steps: int, seed: int) -> int:
+    """Kill random islands at random moments and start them again, until a number of kills or the last steps.
+
+    Return the number of kills.
+    """
+    draw, done = random.Random(seed), 0
+    end = time.monotonic() + PATIENCE_S * kills
+    while done < kills and (newest := max(islands.step(n) for n in islands.meshes)) < steps - 20:
+        assert time.monotonic() < end, islands.failures()
+        goal = newest + draw.randint(1, max(1, (steps - newest) // (kills - done + 1)))
+        if not _reach(islands, goal, end):
+            break
+        name = draw.choice(list(islands.meshes))
+        time.sleep(draw.uniform(0, 0.3))
+        islands.kill(name)
+        done += 1
+        time.sleep(draw.uniform(0, 1.0))
+        islands.start(name, "resume=auto")
+    return done
+
+
+def _reach(islands: Islands, goal: int, end: float) -> bool:
+    """Wait until an island is at a step. Return False if one has finished before."""
+    while max(islands.step(n) for n in islands.meshes) < goal:
+        codes = [code for n in islands.meshes for code in islands.exit_codes(n)]
+        assert not any(codes) and time.monotonic() < end, islands.failures()
+        if 0 in codes:
+            return False
+        time.sleep(0.02)
+    return True
