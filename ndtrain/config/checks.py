@@ -11,6 +11,7 @@ from ndtrain.arguments import near
 from ndtrain.config import registry
 from ndtrain.config.data_checks import check_data
 from ndtrain.config.foreign_names import meaning_of_value
+from ndtrain.config.island_checks import check_islands
 from ndtrain.config.lengths import check_positions, choose_length, fit_warmup, steps_of
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
@@ -43,6 +44,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     if cfg.train.epochs is None:
         _resolve_steps(cfg)
     _check_train(cfg)
+    check_islands(cfg)
     check_data(cfg.data)
     _resolve_schedule(cfg)
     check_rules(cfg.layout.rules)

@@ -64,6 +64,9 @@ def check_ep(cfg: Config) -> None:
     )
 
 
+_MICROBATCHES = 2  # of an island, if all islands compute equal shares
+
+
 def resolve_micro_batch(cfg: Config) -> None:
     """Set `train.micro_batch` if it is null.
 
@@ -73,7 +76,10 @@ def resolve_micro_batch(cfg: Config) -> None:
     t, mesh = cfg.train, cfg.mesh
     if t.micro_batch is None:
         share = max(1, t.global_batch // (mesh.dp * mesh.fsdp))
-        least = min(share, 1 if mesh.pp == 1 else 2 * mesh.pp)
+        least = 1 if mesh.pp == 1 else 2 * mesh.pp
+        if cfg.islands.count:  # shares of several sizes have to be possible
+            least = max(least, _MICROBATCHES * cfg.islands.count)
+        least = min(share, least)
         t.micro_batch = share // next(n for n in range(least, share + 1) if share % n == 0)
 
 

@@ -426,6 +426,21 @@ class HardwareConfig(Section):
 
 
 @dataclass
+class IslandsConfig(Section):
+    """Islands: whole jobs, each on its own mesh, that train one model together. Any of them may be lost."""
+
+    count: int = at_least(0, 0)  # expected number of islands; 0: this job trains alone
+    # address at which one of the islands listens, host:port, or a list of them. The island at the first one begins
+    # the run. The others find it there
+    address: Any = "127.0.0.1:29600"
+    name: str | None = (
+        None  # name of this island, which it keeps when it is restarted; null: the name of its run folder
+    )
+    wait_s: float = at_least(0, 600.0)  # seconds until the run begins with fewer islands than expected
+    timeout_s: float = at_least(1, 10.0)  # seconds without a sign of life after which an island counts as lost
+
+
+@dataclass
 class Config(Section):
     """The configuration of a run."""
 
@@ -446,6 +461,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
     # checkpoint to resume from: none | auto (newest checkpoint of run.dir) | path of a checkpoint or of a run folder
     # (its newest checkpoint). Without a recipe, the config.yaml of the run folder replaces it
     resume: str = "none"

@@ -226,7 +226,7 @@ def make_metrics(trainer: Run, peak: float) -> Metrics:
     return Metrics(
         cfg,
         Path(cfg.run.dir),
-        start_step=trainer.state.step,
+        start_step=None if cfg.islands.count else trainer.state.step,
         flops_per_token=flops.flops_per_token(cfg.model, t.seq_len),
         hardware_flops_per_token=flops.hardware_flops_per_token(cfg.model, t.seq_len, recomputed, ahead),
         peak_flops_per_device=peak,

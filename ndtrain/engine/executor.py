@@ -64,11 +64,12 @@ class Executor:
     """Runs a rank's row of a schedule over the layers of its stages and their sharded units.
 
     Args:
-        losses: the number of sums that the head returns: the loss, and the other sums of the objective.
+        losses: the number of sums that the head returns: the loss, and the other sums of the objective. Also an
+            attribute.
         experts: the ops that experts add to the program.
 
     Attributes:
-        ran: the program that ran last.
+        ran: the program that ran last, or None.
         timings: list to which the time span of each action is appended; None: no timing. With timings on a GPU, the
             host waits for each action.
     """
@@ -89,7 +90,8 @@ class Executor:
         self.layers, self.units, self.pipeline = self.holdings.layers, units, pipeline
         self.saved_ops, self.balance, self.capacity = stages.saved_ops, stages.balance, stages.capacity
         self.timings: list[ActionTiming] | None = None
-        self._n_losses = losses
+        self.losses = losses
+        self.ran: RankProgram | None = None
         self._names = {a: show(a) for a in pipeline.schedule.table[pipeline.rank]}
         self._programs: dict[frozenset[str], RankProgram] = {}
         self._exit = {layer.stage: i for i, layer in enumerate(self.layers) if layer.last}
@@ -123,7 +125,7 @@ class Executor:
         self._results: list[Tensor] = []  # results of the current action for another stage
         self._local: dict[Message, Tensor] = {}  # results that another stage of this rank has not read yet
         wide = torch.promote_types(self.units.compute, torch.float32)
-        self._losses = torch.zeros(self._n_losses, dtype=wide, device=self.units.device)
+        self._losses = torch.zeros(self.losses, dtype=wide, device=self.units.device)
         self.ran = program = self.program
         self._run_ops(program.begin, 0)
         number = len(program.begin)

@@ -28,7 +28,9 @@ from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.sharded_optimizer import ShardedOptimizer
 from ndtrain.program import ops
 from ndtrain.program.build import NO_EXPERTS, Experts
+from ndtrain.program.ops import RankProgram
 from ndtrain.program.passes import line_up
+from ndtrain.schedule import Schedule
 
 Signals = Callable[[], Sequence[float]]
 
@@ -85,47 +87,67 @@ class TrainingStep:
     """Forward, backward, gradient sums, clipping and update of one global batch, in the order of the schedule.
 
     If the balance loss is computed over the whole batch (`moe.balance=hf`), a forward pass of all blocks runs first.
+
+    Attributes:
+        rows: the number of rows that the step processes here. An island processes its share of the global batch.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
         self.cfg, self.mesh, self.stages = cfg, mesh, stages
-        schedule = stages.placement.schedule
-        layers = line_up(stages.segments, stages.placement.last)
-        pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
-        losses = 1 + len(stages.objective.sums)
-        self.executor = Executor(
-            layers, stages, pipeline, stages.recompute.groups, losses, Experts.of(cfg.model, cfg.moe)
-        )
+        self.executor = self._executor(stages.placement.schedule)
+        self._executors = {stages.placement.schedule.microbatches: self.executor}
         self.look_ahead = forwards(cfg, mesh, stages, loss=False) if stages.balance.pooled else None
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
+        self.rows = cfg.train.global_batch
         self._reruns = 0  # of the current step
+
+    def _executor(self, schedule: Schedule) -> Executor:
+        stages, cfg = self.stages, self.cfg
+        layers = line_up(stages.segments, stages.placement.last)
+        pipeline = Pipeline(schedule, self.mesh, LocalShapes.of(cfg).stream, stages.units.compute)
+        losses = 1 + len(stages.objective.sums)
+        return Executor(layers, stages, pipeline, stages.recompute.groups, losses, Experts.of(cfg.model, cfg.moe))
+
+    def _use_executor(self, microbatches: int) -> None:
+        """Use an executor for this number of microbatches. With islands the number may change from step to step."""
+        if microbatches not in self._executors:
+            s = self.cfg.schedule
+            schedule = schedules.build(s.name, self.cfg.mesh.pp, microbatches, s.chunks, s.path)
+            self._executors[microbatches] = self._executor(schedule)
+        self.executor = self._executors[microbatches]
 
     def run(self, step: int, batches: Sequence[Batch], signals: Signals = lambda: (0.0,)) -> PendingReport:
         """Run step number `step`, counted from 1, on this rank's microbatches."""
         loss = self.forward_backward(step, batches)
         return self.update(step, loss, signals)
 
-    def forward_backward(self, step: int, batches: Sequence[Batch]) -> Tensor:
+    def forward_backward(self, step: int, batches: Sequence[Batch], weight: Tensor | None = None) -> Tensor:
         """Return this rank's share of the loss and of the objective's other sums.
 
         Gradients are summed over the mesh on return. With `moe.capacity`, repeat the passes with a larger capacity
         until the rows of all experts fit.
+
+        Args:
+            weight: the ranks' `weight` add up to the sum of the weights of all tokens of the global batch, fp64 [1];
+                None: the tokens of the ranks' batches are all tokens.
         """
         RECORDER.begin(step)
+        self._use_executor(len(batches))
         self._reruns, capacity = 0, self.stages.capacity
+        weight = total_weight(self.stages.objective, batches) if weight is None else weight
         if capacity is None:
-            return self._forward_backward(batches)
+            return self._forward_backward(batches, weight)
         while True:
             with capacity.in_use():
-                loss = self._forward_backward(batches)
+                loss = self._forward_backward(batches, weight)
             if not capacity.exceeded:
                 return loss
             capacity.grow()
             self._reruns += 1
 
-    def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+    def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         self.stages.balance.begin_step()
-        tokens = TokenCount(total_weight(self.stages.objective, batches), self.mesh.group(*DATA_AXES))
+        tokens = TokenCount(weight, self.mesh.group(*DATA_AXES))
         made = contexts(self.stages, batches, tokens.scale)
         if self.look_ahead is not None:
             with self.stages.balance.looking_ahead():
@@ -140,7 +162,7 @@ class TrainingStep:
                 last.
         """
         RECORDER.action = "norm and update"
-        lr, program = learning_rate(self.cfg.optim, step, self.cfg.train.steps), self.executor.ran
+        lr, program = learning_rate(self.cfg.optim, step, self.cfg.train.steps), self._program()
         for index, op in enumerate(program.update, program.update_at):
             RECORDER.op = index
             match op:
@@ -158,11 +180,15 @@ class TrainingStep:
         RECORDER.op = None
         return report
 
+    def _program(self) -> RankProgram:
+        """Return the program of the step. An island without a share of the batch has run only the others' gradients."""
+        return self.executor.ran or self.executor.program
+
     def _report(self, step: int, lr: float, stats: GradStats, signals: Sequence[float]) -> PendingReport:
         balance, capacity = self.stages.balance, self.stages.capacity
         rows, work = all_gather_row(upload(signals, self.mesh.device), self.mesh.world)
         numbers = torch.cat([torch.stack([stats.norm, stats.finite.double()]), stats.losses, balance.numbers()])
-        result, tokens = Readback(work, numbers, rows), self.cfg.train.global_batch * self.cfg.train.seq_len
+        result, tokens = Readback(work, numbers, rows), self.rows * self.cfg.train.seq_len
         names = *self.stages.objective.sums, *balance.names
         factor = None if capacity is None else capacity.factor
         return PendingReport(step, lr, tokens, result, names, self._reruns, factor)

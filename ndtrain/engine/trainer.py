@@ -32,6 +32,8 @@ from ndtrain.engine.callbacks import (
     device_peak,
     make_metrics,
 )
+from ndtrain.engine.island_step import IslandStep
+from ndtrain.engine.islands import join_islands
 from ndtrain.engine.samples import SampleCallback
 from ndtrain.engine.setup import RunSetup, prepare, save_config
 from ndtrain.engine.start import fill_weights, order_of
@@ -130,12 +132,20 @@ class Trainer:
             if self.metrics:
                 self._closing.callback(self.metrics.close, 1)  # a second close does nothing
             self.source: Source = self.data.sequences(self.cfg, self.mesh, self.state.step, self.state.stream)
+            self.islands = self._join_islands() if self.cfg.islands.count else None
             self.checkpoints = CheckpointCallback()
             self.callbacks = self._make_callbacks(callbacks)
             self._print_start()
             for note in (*setup.notes, *notes):
                 self.warn(note)
             undo.pop_all()
+
+    def _join_islands(self) -> IslandStep:
+        """Make this run an island. The others may wait for it, and for each other, until the first step."""
+        parts = self.cfg, self.mesh, self.train_step, self.data, self.source, self.state, self.resumed
+        islands = join_islands(*parts, self.stop.asked, self.note)
+        self._closing.callback(islands.close)
+        return islands
 
     def _listen(self, setup: RunSetup) -> StopRequest:
         """Listen to the stop file, and to signals if this is the main thread. Other threads cannot."""
@@ -187,16 +197,21 @@ class Trainer:
     def _run_steps(self) -> None:
         prefetch = self.cfg.data.prefetch
         make = lambda step: self.microbatches(self.source, step)
-        self._prefetcher = Prefetcher(make, self.state.step, self.last_step, prefetch, self.mesh.device)
+        self._prefetcher = None  # the rows of an island are not known in advance
+        if self.islands is None:
+            self._prefetcher = Prefetcher(make, self.state.step, self.last_step, prefetch, self.mesh.device)
         with ExitStack() as ending:
             ending.callback(self.source.close)
-            ending.callback(self._prefetcher.close)
+            if self._prefetcher:
+                ending.callback(self._prefetcher.close)
             reset_peak_memory(self.mesh.device)
             for callback in self.callbacks:
                 callback.on_train_start()
                 ending.callback(callback.close)
             while self.state.step < self.last_step and not self.stopping:
                 self.step()
+            if self.islands and not self.stopping:
+                self.islands.wait_for_the_others()
             for callback in self.callbacks:
                 callback.on_train_end()
 
@@ -204,14 +219,28 @@ class Trainer:
         """Run one optimizer step."""
         for callback in self.callbacks:
             callback.before_step()
-        began = time.perf_counter()
-        batches, waited = self.get_batch()
-        loss = self.forward_backward(batches)
+        began, waited = time.perf_counter(), 0.0
+        if self.islands:
+            of_all = self.islands.run(self.state.step)
+            if of_all.losses is None:
+                self._stop_without_step(of_all.stopped)
+                return
+            self.state.step, loss = of_all.done, of_all.losses
+        else:
+            batches, waited = self.get_batch()
+            loss = self.forward_backward(batches)
         report = self.update(loss, waited)
         self.after_step(report, began)
 
+    def _stop_without_step(self, reason: str) -> None:
+        """End the run, because the islands do no further step."""
+        self.stopping, self.failure = True, reason
+        if asked := self.stop.asked():
+            self.stopped_by = stop_signals.name(asked)
+
     def get_batch(self) -> tuple[list[Batch], float]:
         """Return this rank's microbatches of the next step, and the seconds spent waiting for them."""
+        assert self._prefetcher, "an island loads its rows itself"
         with RECORDER.waiting("data"):
             return self._prefetcher.get(self.state.step)
 
@@ -235,6 +264,8 @@ class Trainer:
         """
         stopping = self._read()
         metrics = {"tokens": self.state.tokens, "step_time_s": time.perf_counter() - began}
+        if self.islands:
+            metrics |= self.islands.numbers
         for callback in self.callbacks:
             metrics |= callback.after_step()
         self._unread = Unread(report, metrics)
@@ -341,12 +372,12 @@ class Trainer:
             exit_status.write(Path(self.cfg.run.dir), why, rank=0, error=error or None, **facts)
             if self.stopped_by:
                 self.stop.answer()
-        if idle:
+        if idle and not error and not stopped:
             self.note(f"nothing to do: step {step} of {total} is already done: {self.resumed}")
             return exit_status.of_process(why), why
         by = f"stopped by {self.stopped_by} after" if self.stopped_by else None
         how = by or ("failed at" if error else "finished" if step == total else "stopped at")
-        last = f"saved {saved}" if at_end else f"its state is lost: {self._newest()}"
+        last = f"saved {saved}" if at_end else "it has done no step" if idle else f"its state is lost: {self._newest()}"
         self.note(f"{how} step {step} of {total}: {last}")
         if error:
             record_error(error)

@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ndtrain.config import Config, resolved
 from ndtrain.data import Batch, Data, Tokens, microbatches, rows_of
 from ndtrain.data.token_array import Packing
 from ndtrain.data.validation import ValidationSet
-from ndtrain.engine.train_step import Evaluated, Evaluation
+from ndtrain.engine.train_step import Evaluated, Evaluation, total_weight
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.mesh.sharding import BATCH_AXES
-from ndtrain.model.objective import column_names
+from ndtrain.model.objective import Objective, column_names
 from ndtrain.parallel.build import Stages
 
 
@@ -43,13 +46,41 @@ class Validation:
         return self._data.validation_set(self._arrays, self._cfg)
 
 
-def rank_batches(cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int) -> list[Batch]:
-    """Return this rank's part of the global batch of a step. Steps are counted from 0."""
-    t = cfg.train
-    rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
-    packing = packing_of(cfg, data)
-    sharding, columns = SequenceSharding.of(cfg), column_names(cfg.objective)
-    return microbatches(source, step, rows, resolved(t.micro_batch), sharding, mesh.index("cp"), packing, columns)
+def rank_batches(
+    cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int, rows: Sequence[int] | None = None
+) -> list[Batch]:
+    """Return this rank's part of the global batch of a step. Steps are counted from 0.
+
+    Args:
+        rows: the rows that all ranks together compute; None: all rows.
+    """
+    mine = rows_here(mesh, range(cfg.train.global_batch) if rows is None else rows)
+    return _batches(cfg, mesh, data, source, step, mine, resolved(cfg.train.micro_batch))
+
+
+def rows_here(mesh: Mesh, rows: Sequence[int]) -> Sequence[int]:
+    """Return the part of some rows that this rank computes."""
+    part = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), len(rows))
+    return rows[part.start : part.stop]
+
+
+def weight_here(cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int, objective: Objective) -> Tensor:
+    """Return the sum of the weights of this rank's part of the whole global batch, fp64 [1].
+
+    The batch need not divide into equal parts. Ranks that have the same tokens return the same number.
+    """
+    rows = range(cfg.train.global_batch)[mesh.index(*BATCH_AXES) :: mesh.size(*BATCH_AXES)]
+    weight = torch.zeros(1, dtype=torch.float64)
+    if rows:
+        weight += total_weight(objective, _batches(cfg, mesh, data, source, step, rows, 1))
+    return weight.to(mesh.device)
+
+
+def _batches(
+    cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int, rows: Sequence[int], micro_batch: int
+) -> list[Batch]:
+    packing, sharding, columns = packing_of(cfg, data), SequenceSharding.of(cfg), column_names(cfg.objective)
+    return microbatches(source, step, rows, micro_batch, sharding, mesh.index("cp"), packing, columns)
 
 
 def packing_of(cfg: Config, data: Data) -> Packing | None:

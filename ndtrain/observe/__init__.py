@@ -31,7 +31,8 @@ class Metrics:
     Args:
         cfg: the resolved configuration.
         run_dir: the run folder, which exists.
-        start_step: steps completed before this process; later rows of an existing metrics.jsonl are dropped.
+        start_step: steps completed before this process; later rows of an existing metrics.jsonl are dropped. None: they
+            are dropped when the first step is written.
         flops_per_token: model FLOPs per token (`model.flops`), for MFU.
         hardware_flops_per_token: FLOPs per token including recompute, for HFU.
         peak_flops_per_device: FLOP/s (`peak_flops`).
@@ -46,7 +47,7 @@ class Metrics:
         self,
         cfg: Config,
         run_dir: Path,
-        start_step: int,
+        start_step: int | None,
         flops_per_token: float,
         hardware_flops_per_token: float,
         peak_flops_per_device: float,
@@ -59,7 +60,7 @@ class Metrics:
         self._world_size = world_size
         self._write_failed = False
         self._samples = run_dir / "samples.jsonl"
-        self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step if resume else 0)
+        self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step if resume or start_step is None else 0)
         self._console = Console(cfg.train.stop_at or cfg.train.steps, cfg.train.log_every)
         self._loggers = make_loggers(cfg, run_dir, self.warn)
         for name, logger in self._loggers.items():

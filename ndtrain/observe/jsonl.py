@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,21 @@ class JsonlWriter:
     that a kill left incomplete. The file then contains exactly one line per step.
 
     Args:
-        resume_step: 0 drops all rows.
+        resume_step: 0 drops all rows. None: the rows from the first written step on are dropped when it is written. An
+            island does not know before where it will go on.
 
     Raises:
         OSError: the file cannot be read, rewritten or opened.
     """
 
-    def __init__(self, path: Path, resume_step: int):
-        _keep_until(path, resume_step)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the life of the run)
-        self._waiting = b""
+    def __init__(self, path: Path, resume_step: int | None):
+        self._path, self._waiting, self._must_cut = path, b"", resume_step is None
+        if resume_step is not None:
+            _keep_until(path, resume_step)
+        self._file = self._open()
+
+    def _open(self) -> FileIO:
+        return open(self._path, "ab", buffering=0)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append `row`, a flat dict of numbers, strings and None. NaN and infinities become null, since JSON lacks
@@ -35,6 +41,10 @@ class JsonlWriter:
         Raises:
             OSError: the disk is full, or the file cannot be written.
         """
+        if self._must_cut:
+            self._file.close()
+            _keep_until(self._path, row["step"] - 1)
+            self._file, self._must_cut = self._open(), False
         self._waiting += _line(row)
         size = os.fstat(self._file.fileno()).st_size
         written = self._file.write(self._waiting)

@@ -199,6 +199,14 @@ class Balance:
         if self._looks_ahead:
             resolved(self.pooled).fix()
 
+    def sums_here(self) -> Tensor:
+        """Return this rank's loads and losses of the step, fp64 [L, X + LOSSES]. The ranks' numbers add up."""
+        return self._sums if self._counts_here else torch.zeros_like(self._sums)
+
+    def set_sums(self, sums: Tensor) -> None:
+        """Replace this rank's loads and losses of the step, as `sums_here` returns them, flattened."""
+        self._sums.copy_(sums.view_as(self._sums))
+
     def update(self, finite: Tensor) -> None:
         """Move the biases towards equal loads, each by the same amount.
 

@@ -1,0 +1,56 @@
+"""The checks of `islands.*`."""
+
+from ndtrain.config import registry
+from ndtrain.config.schema import Config, require
+
+TOKEN = "NDTRAIN_ISLANDS_TOKEN"  # variable with a secret text that all islands of a run know
+_SCHEDULES = ("gpipe", "1f1b", "interleaved")  # any number of microbatches, or any multiple of mesh.pp
+_LOOPBACK = ("127.", "localhost", "[::1]")
+
+
+def check_islands(cfg: Config) -> None:
+    """Check that a run can be an island.
+
+    Raises:
+        ConfigError: it cannot; the message is one line.
+    """
+    islands = cfg.islands
+    if not islands.count:
+        return
+    for door in addresses(cfg):
+        host, _, port = door.rpartition(":")
+        require(
+            bool(host) and port.isdigit() and 0 < int(port) < 1 << 16,
+            f"islands.address={door}: must be host:port, for example 10.0.0.1:29600",
+        )
+    require(
+        cfg.mesh.pp == 1 or cfg.schedule.name in _SCHEDULES,
+        f"schedule={cfg.schedule.name} needs a fixed number of microbatches, but the share of an island may change: "
+        f"choose one of {', '.join(_SCHEDULES)}",
+    )
+    require(
+        not (cfg.model.num_experts and cfg.moe.balance == "hf"),
+        "moe.balance=hf needs the loads of all islands before a step: choose moe.balance=bias, sequence or none",
+    )
+    require(
+        not registry.get("optimizer", cfg.optim.name).whole_tensors,
+        f"optim={cfg.optim.name} keeps whole tensors, which a new island cannot read yet: choose optim=adamw",
+    )
+    require(
+        not getattr(cfg.data, "streaming", False),
+        "data.streaming=true reads a stream in order, but the rows of an island change: set data.streaming=false",
+    )
+    require(
+        cfg.train.epochs is None, "train.epochs: islands need the number of steps: set train.steps, and epochs=null"
+    )
+
+
+def addresses(cfg: Config) -> tuple[str, ...]:
+    """Return the known addresses."""
+    given = cfg.islands.address
+    return tuple(str(x).strip() for x in (given if isinstance(given, list | tuple) else str(given).split(",")))
+
+
+def is_on_this_host(door: str) -> bool:
+    """Return True if an address is reachable on this host alone."""
+    return door.startswith(_LOOPBACK)

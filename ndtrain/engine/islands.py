@@ -1,0 +1,159 @@
+"""Joins a run that trains together with other islands."""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtrain.checkpoint import State
+from ndtrain.checkpoint.directory import read_state
+from ndtrain.checkpoint.elements import digest
+from ndtrain.config import Config, ConfigError
+from ndtrain.config.island_checks import TOKEN, addresses, is_on_this_host
+from ndtrain.config.schema import resolved
+from ndtrain.data import Data, Source
+from ndtrain.engine.island_step import IslandStep
+from ndtrain.engine.start import order_of
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.engine.validation import rank_batches, weight_here
+from ndtrain.islands.exchange import Exchange
+from ndtrain.islands.island import Rules
+from ndtrain.islands.leader import Leader, Place, reachable_host
+from ndtrain.islands.messages import Start
+from ndtrain.islands.wire import WireError
+from ndtrain.mesh.json_messages import all_gather_json
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.sharding import BATCH_AXES
+
+_SECTIONS = ("model", "moe", "objective", "optim")  # equal on all islands
+_COUNTS = 3  # numbers of the state besides the biases: tokens, skipped steps, steps without bias correction
+
+
+def join_islands(
+    cfg: Config,
+    mesh: Mesh,
+    train_step: TrainingStep,
+    data: Data,
+    source: Source,
+    state: State,
+    resumed: Path | None,
+    asked: Callable[[], float],
+    tell: Callable[[str], None],
+) -> IslandStep:
+    """Make this run an island, on every rank.
+
+    Args:
+        state: the state of the run. It changes when the island reads a newer one.
+        resumed: the checkpoint that it was read from, or None.
+        asked: returns another number than 0 if somebody wants the run to stop.
+        tell: prints a line for the user.
+
+    Raises:
+        ConfigError: the island cannot listen, or its file is damaged; the message is one line.
+    """
+    doors, token = addresses(cfg), os.environ.get(TOKEN, "")
+    if not token and not all(map(is_on_this_host, doors)):
+        raise ConfigError(
+            f"islands.address={doors[0]} is reachable from other hosts: set {TOKEN} to a secret text, the same one for "
+            "all islands"
+        )
+    balance = train_step.stages.balance
+    numbers = max(train_step.executor.losses + balance.sums_here().numel(), _COUNTS + balance.bias_LX.numel())
+    with ExitStack() as undo:
+        try:
+            host = reachable_host(doors[0])
+            exchange = Exchange(train_step.stages, mesh.rank, numbers, host, token)
+            undo.callback(exchange.close)
+            ranks = [exchange.address]
+            if mesh.world is not None:
+                ranks = [str(x) for x in all_gather_json(exchange.address, mesh.world, mesh.device)]
+            leader = None
+            if mesh.rank == 0:
+                start = Start(state.step, _weights(cfg, state, resumed), _plan(cfg, data))
+                leader = Leader(
+                    _name(cfg),
+                    _grain(cfg, mesh),
+                    start,
+                    _rules(cfg),
+                    Place(host, token, doors),
+                    ranks,
+                    Path(cfg.run.dir),
+                )
+        except (WireError, ValueError, OSError) as error:
+            raise ConfigError(f"islands: {error}") from error
+        undo.pop_all()
+    return IslandStep(
+        cfg,
+        mesh,
+        train_step,
+        batches=lambda step, rows: _on(mesh, rank_batches(cfg, mesh, data, source, step, rows)),
+        weight=lambda step: weight_here(cfg, mesh, data, source, step, train_step.stages.objective),
+        exchange=exchange,
+        leader=leader,
+        describe=lambda: _numbers_of(state, train_step),
+        restore=lambda given: _restore(given, state, train_step),
+        asked=asked,
+        tell=tell,
+    )
+
+
+def _on(mesh: Mesh, batches: list[Any]) -> list[Any]:
+    return batches if mesh.device.type == "cpu" else [b.to(mesh.device) for b in batches]
+
+
+def _name(cfg: Config) -> str:
+    return cfg.islands.name or Path(cfg.run.dir).resolve().name
+
+
+def _grain(cfg: Config, mesh: Mesh) -> int:
+    """Return the number that the island's rows are a multiple of."""
+    microbatches = cfg.mesh.pp if cfg.schedule.name == "interleaved" else 1
+    return mesh.size(*BATCH_AXES) * resolved(cfg.train.micro_batch) * microbatches
+
+
+def _rules(cfg: Config) -> Rules:
+    last = cfg.train.stop_at or cfg.train.steps
+    beat_s = min(0.5, cfg.islands.timeout_s / 8)
+    i = cfg.islands
+    return Rules(cfg.train.global_batch, last, i.count, i.wait_s, beat_s, i.timeout_s)
+
+
+def _plan(cfg: Config, data: Data) -> dict[str, str]:
+    """Return everything that all islands must have in common, key -> value as text."""
+    plan: dict[str, Any] = {
+        "ndtrain": metadata.version("ndtrain"),
+        "precision.params": cfg.precision.params,
+        "train.steps": cfg.train.steps,
+    }
+    plan |= {f"{name}.{key}": x for name in _SECTIONS for key, x in asdict(getattr(cfg, name)).items()}
+    plan |= order_of(cfg, data)
+    short = lambda text: text if len(text) <= 200 else digest({"text": text})
+    return {key: short(str(value)) for key, value in plan.items()}
+
+
+def _weights(cfg: Config, state: State, resumed: Path | None) -> str:
+    """Return a text that is equal for two runs only if their weights are equal."""
+    if resumed is None:
+        return f"{cfg.init_from or 'seed'} {state.step}"
+    return digest(read_state(resumed)["checksums"])
+
+
+def _numbers_of(state: State, train_step: TrainingStep) -> Tensor:
+    """Return the numbers of the state that other islands read along with the tensors, fp64."""
+    counts = [state.tokens, state.skipped, float(train_step.optimizer.skipped)]
+    biases = train_step.stages.balance.bias_LX.flatten().double().cpu()
+    return torch.cat([torch.tensor(counts, dtype=torch.float64), biases])
+
+
+def _restore(numbers: Tensor, state: State, train_step: TrainingStep) -> None:
+    """Take over the numbers of another island's state."""
+    state.tokens, state.skipped = int(numbers[0]), int(numbers[1])
+    train_step.optimizer.skipped.fill_(float(numbers[2]))
+    bias_LX = train_step.stages.balance.bias_LX
+    bias_LX.copy_(numbers[_COUNTS : _COUNTS + bias_LX.numel()].view_as(bias_LX))
