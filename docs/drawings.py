@@ -177,6 +177,7 @@ PHRASES = {
     "parallel": "tp cp ep fsdp dp pp, recompute",
     "program": "a step as a list of ops; their legal order",
     "checkpoint": "whole tensors in safetensors",
+    "islands": "whole jobs that train one model together",
     "observe": "metrics, loggers, profiles, slow ranks",
     "run": "command line, rendezvous, exit status, hangs",
     "engine": "executor, step, trainer, evaluation, texts",
