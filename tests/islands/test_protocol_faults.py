@@ -288,7 +288,7 @@ FOUND_BY: dict[Callable[[Patch], None], tuple[type[Scene], int, int]] = {
     accepted_epochs_are_not_saved: (Ambush, 3, 31),
     the_limit_is_not_the_lowest: (Ambush, 3, 10),
     ballots_are_not_compared: (FixedAddresses, 4, 123),
-    accepts_ignore_promises: (FixedAddresses, 5, 173),
+    accepts_ignore_promises: (FixedAddresses, 3, 472),
     islands_vote_without_memory: (Scene, 2, 2),
     half_decides_without_the_first: (Scene, 4, 14),
     one_of_two_decides_without_proof: (Scene, 2, 0),
