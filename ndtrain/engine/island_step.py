@@ -13,8 +13,8 @@ from ndtrain.data import Batch
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.validation import rows_here
 from ndtrain.islands.exchange import Exchange
-from ndtrain.islands.island import CatchUp, Heal, Order, Stop, Work
 from ndtrain.islands.leader import Leader
+from ndtrain.islands.orders import CatchUp, Heal, Order, Stop, Work
 from ndtrain.islands.reading import Gone
 from ndtrain.islands.wire import WireError
 from ndtrain.mesh.collectives import all_reduce

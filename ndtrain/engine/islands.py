@@ -23,9 +23,9 @@ from ndtrain.engine.start import order_of
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.validation import rank_batches, weight_here
 from ndtrain.islands.exchange import Exchange
-from ndtrain.islands.island import Rules
 from ndtrain.islands.leader import Leader, Place, reachable_host
 from ndtrain.islands.messages import Start
+from ndtrain.islands.orders import Rules
 from ndtrain.islands.wire import WireError
 from ndtrain.mesh.json_messages import all_gather_json
 from ndtrain.mesh.mesh import Mesh

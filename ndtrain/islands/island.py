@@ -13,123 +13,31 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import NamedTuple
 
 from ndtrain.islands import messages as m
-from ndtrain.islands.epoch import Epoch, Member, Span, quorum, speeds_of, split_rows
+from ndtrain.islands.epoch import Epoch, Member, quorum, speeds_of, split_rows
 from ndtrain.islands.messages import LOWEST, Ballot, Message, Start
 from ndtrain.islands.next_epoch import Report, planned_epoch, unplanned_epoch
+from ndtrain.islands.orders import (
+    Cancel,
+    CatchUp,
+    Effect,
+    Heal,
+    Order,
+    Rules,
+    Save,
+    Saved,
+    Send,
+    Stop,
+    Tell,
+    Work,
+)
+from ndtrain.islands.peers import Peers
 
 AHEAD = 2  # steps from a planned change's proposal to its effect, so that nobody has to wait for it
 PER_DOOR = 4  # signs of life for each message to the known addresses
 UNEVEN = 1.25  # shares are changed if the slowest island then gets faster by this factor
 SETTLED = 50  # steps after which a new epoch's shares may be changed
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The settings of a run.
-
-    Attributes:
-        batch: rows of a global batch.
-        last: the last step.
-        count: the expected number of islands.
-        wait_s: seconds after which fewer may begin.
-        beat_s: seconds between two signs of life.
-        timeout_s: seconds without a sign of life after which an island counts as lost.
-    """
-
-    batch: int
-    last: int
-    count: int
-    wait_s: float = 60.0
-    beat_s: float = 0.5
-    timeout_s: float = 10.0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The memory of an island for its next process. It is on disk before a message that depends on it is sent."""
-
-    epoch: Epoch | None = None
-    promised: Ballot = LOWEST
-    accepted_ballot: Ballot = LOWEST
-    accepted: Epoch | None = None
-
-
-# --------------------------------------------------------------------------------------------------------------- orders
-
-
-class Work(NamedTuple):
-    """Compute rows of a step, offer their gradient, and read the gradients of the other sharers.
-
-    Attributes:
-        rows: the rows of this island. They may include rows that it has already computed in an earlier epoch.
-        sharers: the members with a share of the step, in the order in which their gradients are added.
-        teaches: True if new members read the state before this step. It must not change until they have.
-    """
-
-    step: int
-    epoch: int
-    rows: tuple[Span, ...]
-    sharers: tuple[Member, ...]
-    teaches: bool = False
-
-
-class CatchUp(NamedTuple):
-    """Read the summed gradient of a step that others have finished, and update the weights with it."""
-
-    step: int
-    epoch: int
-    sources: tuple[Member, ...]
-
-
-class Heal(NamedTuple):
-    """Read weights and optimizer state after a step from others."""
-
-    step: int
-    epoch: int
-    sources: tuple[Member, ...]
-
-
-class Stop(NamedTuple):
-    """Do nothing more. `reason` is empty at the planned end."""
-
-    reason: str
-
-
-Order = Work | CatchUp | Heal | Stop
-
-
-# -------------------------------------------------------------------------------------------------------------- effects
-
-
-class Send(NamedTuple):
-    """Send a message to the leader at an address. It may be lost."""
-
-    address: str
-    message: Message
-
-
-class Save(NamedTuple):
-    """Write to disk."""
-
-    saved: Saved
-
-
-class Cancel(NamedTuple):
-    """Make the ranks give up reading gradients of epochs up to this one."""
-
-    epoch: int
-
-
-class Tell(NamedTuple):
-    """Print a line for the user."""
-
-    text: str
-
-
-Effect = Send | Save | Cancel | Tell
 
 
 @dataclass
@@ -190,9 +98,7 @@ class Island:
         self._proposal: Proposal | None = None
         self._remembers = saved is not None
         self._round, self._needed_since, self._quiet_until = 0, None, now
-        self._heard: dict[str, float] = {}  # life -> the time of its last message
-        self._beats: dict[str, m.Beat] = {}  # life -> its last beat
-        self._ended: dict[str, bool] = {}  # life -> True if its process has provably ended
+        self._peers = Peers(me.life, rules.timeout_s)
         self._joiners: dict[str, tuple[Member, Start]] = {}
         self._next_beat, self._beats_sent, self._told = now, 0, ""
         self._inbox: deque[Message] = deque()  # messages to itself
@@ -256,7 +162,7 @@ class Island:
         """Return True if no other member needs this island's gradients any more."""
         others = [x for e in (self.epoch, self.previous) if e for x in e.members if x.life != self.me.life]
         last = self.done or 0
-        behind = lambda x: (beat := self._beats.get(x.life)) is None or (beat.done or 0) < last
+        behind = lambda x: (done := self._peers.done(x)) is None or done < last
         return not any(self._is_alive(x) and behind(x) for x in others)
 
     def may_finish(self, step: int, epoch: int) -> bool | None:
@@ -283,7 +189,7 @@ class Island:
         """
         if member.life == self.me.life or member.name in epoch.rows(step):
             return True
-        beat = self._beats.get(member.life)
+        beat = self._peers.beats.get(member.life)
         return beat is not None and beat.number >= epoch.number and beat.done is not None and beat.done >= step - 1
 
     def finish(self, step: int, ok: bool, now: float) -> None:
@@ -323,7 +229,7 @@ class Island:
         self._now = now
         for member in self.epoch.members if self.epoch else ():
             if member.address == address and member.life != self.me.life:
-                self._ended[member.life] = True
+                self._peers.ended[member.life] = True
         self._joiners = {name: j for name, j in self._joiners.items() if j[0].address != address}
         self._act()
 
@@ -339,9 +245,9 @@ class Island:
             is_outside = self.epoch is None or not self.epoch.has_life(self.me.life)
             if is_outside and not self.leaving and not self.refused:
                 self._ask_to_join()
-                if not self.founder and not self._heard:
+                if not self.founder and self._peers.are_silent:
                     self._tell(f"waits for an island at {' or '.join(self.doors)}")
-        self._joiners = {n: j for n, j in self._joiners.items() if self._has_spoken(j[0].life)}
+        self._joiners = {n: j for n, j in self._joiners.items() if self._peers.has_spoken(j[0].life, self._now)}
         self._act()
 
     def receive(self, sender: Member, message: Message, now: float) -> None:
@@ -349,11 +255,11 @@ class Island:
         self._now = now
         if sender.life == self.me.life:
             return  # it listens at a known address itself
-        if sender.life in self._ended:
+        if sender.life in self._peers.ended:
             if not isinstance(message, m.Join):
                 return  # it was on its way when its process ended
-            del self._ended[sender.life]
-        self._heard[sender.life] = now
+            del self._peers.ended[sender.life]
+        self._peers.hear(sender.life, now)
         self._handle(sender, message)
         self._act()
 
@@ -369,7 +275,7 @@ class Island:
     def _handle(self, sender: Member, message: Message) -> None:
         match message:
             case m.Beat():
-                self._beats[sender.life] = message
+                self._peers.beats[sender.life] = message
                 if message.number < self.number:
                     self._send(sender.address, m.Decided(self.epoch))
             case m.Join(start):
@@ -424,13 +330,10 @@ class Island:
         """Return all other islands that take part in this epoch or in the rest of the previous one."""
         known = {x.life: x for e in (self.previous, self.epoch) if e for x in e.members}
         known |= {x.life: x for x, _ in self._joiners.values()}
-        return [x for life, x in known.items() if life != self.me.life and not self._ended.get(life)]
-
-    def _has_spoken(self, life: str) -> bool:
-        return self._now - self._heard.get(life, -1e9) < self.rules.timeout_s
+        return [x for life, x in known.items() if life != self.me.life and not self._peers.ended.get(life)]
 
     def _is_alive(self, member: Member) -> bool:
-        return member.life == self.me.life or (not self._ended.get(member.life) and self._has_spoken(member.life))
+        return self._peers.is_alive(member, self._now)
 
     def _current(self, name: str) -> Member | None:
         """Return the process of an island that is alive now: the member, or a restarted one that wants to join."""
@@ -464,7 +367,7 @@ class Island:
             self._send(sender.address, m.Decided(self.epoch))  # it then turns to all members
         old = self.epoch and self.epoch.member(sender.name)
         if old and old.address == sender.address:
-            self._ended[old.life] = True  # another process listens there now
+            self._peers.ended[old.life] = True  # another process listens there now
         if old is None or not self._is_alive(old):
             self._joiners[sender.name] = (sender, start)
         if self.epoch is None or not self.epoch.has_life(self.me.life):
@@ -536,12 +439,12 @@ class Island:
 
     def _positions(self, epoch: Epoch) -> list[int]:
         """Return the numbers of steps that the members have finished, as far as known."""
-        beats = [self._beats[x.life].done for x in epoch.members if x.life in self._beats]
-        return [done for done in (self.done, *beats) if done is not None] or [0]
+        known = (self.done, *map(self._peers.done, epoch.members))
+        return [done for done in known if done is not None] or [0]
 
     def _wants_change(self, epoch: Epoch) -> bool:
         """Return True if the islands or their shares should change, and all members are able to."""
-        beats = [self._beats.get(x.life) for x in epoch.members if x.life != self.me.life]
+        beats = [self._peers.beats.get(x.life) for x in epoch.members if x.life != self.me.life]
         if self.done is None or any(b is None or b.done is None for b in beats) or self._limit is not None:
             return self._limit is not None  # somebody wanted a change and has not completed it
         if self.done < epoch.begin or max(self._positions(epoch)) + AHEAD >= self.rules.last:
@@ -560,7 +463,7 @@ class Island:
     def _with_speed(self, member: Member) -> Member:
         if member.life == self.me.life:
             return self.me
-        beat = self._beats.get(member.life)
+        beat = self._peers.beats.get(member.life)
         return member._replace(speed=beat.speed) if beat and beat.speed else member
 
     def _propose(self, limit: int) -> None:
@@ -607,7 +510,7 @@ class Island:
         epoch, came = self.epoch, set(proposal.promises)
         if all_of_them and any(self._current(name) for name in epoch.names if name not in came):
             return
-        if not quorum(epoch, came, self._ended, self.me.life):
+        if not quorum(epoch, came, self._peers.ended, self.me.life):
             return
         promises = [p for _, p in proposal.promises.values()]
         newest = max(promises, key=lambda p: p.accepted_ballot)
@@ -643,7 +546,7 @@ class Island:
     def _leaves(self, member: Member) -> bool:
         if member.life == self.me.life:
             return self.leaving
-        return (beat := self._beats.get(member.life)) is not None and beat.leaving
+        return self._peers.is_leaving(member)
 
     def _epoch_of(self, step: int) -> Epoch | None:
         """Return the epoch in which the members began a step that is not finished."""
@@ -701,7 +604,7 @@ class Island:
         proposal = self._proposal
         if proposal and proposal.chosen and ballot == proposal.ballot and number == self.number + 1:
             proposal.accepted.add(sender.name)
-            if quorum(self.epoch, proposal.accepted, self._ended, self.me.life):
+            if quorum(self.epoch, proposal.accepted, self._peers.ended, self.me.life):
                 self._decide(proposal.chosen)
 
     def _decide(self, epoch: Epoch) -> None:
@@ -719,7 +622,8 @@ class Island:
         self._limit, self._asked, self._proposal, self._needed_since = None, None, None, None
         self._quiet_until, self._round = self._now, 0
         self._joiners = {name: j for name, j in self._joiners.items() if not epoch.has_life(j[0].life)}
-        self._heard |= {x.life: self._now for x in epoch.members}
+        for member in epoch.members:
+            self._peers.hear(member.life, self._now)
         if epoch.holders:
             self.effects.append(Cancel(epoch.number - 1))
         self._take_place(epoch)

@@ -17,8 +17,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 from ndtrain.islands.epoch import Member, epoch_of, member_of
-from ndtrain.islands.island import Cancel, Island, Order, Rules, Save, Saved, Send, Stop, Tell
+from ndtrain.islands.island import Island
 from ndtrain.islands.messages import Start, ballot_of, from_json, to_json
+from ndtrain.islands.orders import Cancel, Order, Rules, Save, Saved, Send, Stop, Tell
 from ndtrain.islands.shelf import CANCEL
 from ndtrain.islands.wire import Connection, Listener, Refused, WireError, connect, split_address
 

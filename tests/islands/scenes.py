@@ -4,8 +4,9 @@ from dataclasses import replace
 from random import Random
 
 from ndtrain.islands.epoch import Member
-from ndtrain.islands.island import Island, Tell
+from ndtrain.islands.island import Island
 from ndtrain.islands.messages import Start
+from ndtrain.islands.orders import Tell
 from tests.islands.virtual import Cluster, Process, Violation, restore
 
 

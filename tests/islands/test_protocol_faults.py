@@ -8,8 +8,9 @@ import pytest
 from ndtrain.islands import island as protocol
 from ndtrain.islands import messages as m
 from ndtrain.islands.epoch import Epoch
-from ndtrain.islands.island import Cancel, Island
+from ndtrain.islands.island import Island
 from ndtrain.islands.messages import LOWEST
+from ndtrain.islands.orders import Cancel
 from tests.islands import virtual
 from tests.islands.scenes import Ambush, FixedAddresses, Scene, storm
 

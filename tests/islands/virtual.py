@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from ndtrain.islands.epoch import Epoch, Member
-from ndtrain.islands.island import Cancel, CatchUp, Heal, Island, Rules, Save, Saved, Send, Stop, Work
+from ndtrain.islands.island import Island
 from ndtrain.islands.messages import Start, from_json, to_json
+from ndtrain.islands.orders import Cancel, CatchUp, Heal, Rules, Save, Saved, Send, Stop, Work
 
 DOORS = ("door:1", "door:2")
 LONGEST_S = 3000.0  # of virtual time, until a run counts as a hang
