@@ -122,6 +122,9 @@ THREADS = {
     "data/prepare.py": False,
     "data/progress.py": False,
     "data/workers.py": False,
+    "islands/leader.py": False,  # the islands' threads see only tensors on the host
+    "islands/reading.py": False,
+    "islands/wire.py": False,
     "model/init.py": False,  # `parallel/build.py` does: the model knows no rank
     "preflight/run.py": True,
     "run/folder_lock.py": False,
