@@ -556,6 +556,7 @@ def test_any_flipped_bit_of_checkpoint_is_refused(file, damaged, corpus, tmp_pat
 # ---------------------------------------------------------------------------------------------- the real command line
 
 
+@pytest.mark.quiet
 @pytest.mark.full
 def test_wrong_mesh_under_torchrun_is_one_error_at_once(tmp_path, corpus):
     began = time.monotonic()
