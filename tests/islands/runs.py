@@ -61,7 +61,11 @@ class Islands:
     def start(self, name: str, *more: str) -> None:
         """Start an island, or start it again."""
         ranks, mesh = MESHES[self.meshes[name]]
-        islands = [f"islands.count={len(self.meshes)}", f"islands.address=127.0.0.1:{self.door}", "islands.timeout_s=8"]
+        islands = [
+            f"islands.count={len(self.meshes)}",
+            f"islands.address=127.0.0.1:{self.door}",
+            "islands.timeout_s=60",
+        ]
         args = [*self.args, *mesh, *islands, f"run.dir={self.folder / name}", "islands.wait_s=120", *more]
         self._running[name] = self._stack.enter_context(started_ranks(rank_main, ranks, args))
 
