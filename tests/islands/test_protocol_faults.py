@@ -296,7 +296,7 @@ FOUND_BY: dict[Callable[[Patch], None], tuple[type[Scene], int, int]] = {
     a_restarted_one_of_two_decides_alone: (Scene, 2, 38),
     any_member_decides: (Scene, 2, 0),
     promises_do_not_wait_for_the_step: (FixedAddresses, 3, 21),
-    steps_go_on_after_a_promise: (Scene, 3, 21),
+    steps_go_on_after_a_promise: (Ambush, 3, 107),
     planned_although_one_has_frozen: (Ambush, 3, 7),
     learners_are_not_awaited: (Scene, 2, 0),
     lost_rows_are_not_taken_over: (Scene, 2, 0),
