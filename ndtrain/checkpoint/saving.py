@@ -128,13 +128,13 @@ class Writer:
         body = self._body(temporary, small, sums, state)
         _write_json(temporary / "state.json", body | {"digest": digest(body)})
         for name in (*small, "state.json"):
-            _fsync(temporary / name)
+            flush_to_disk(temporary / name)
         for folder in (temporary, *(p for p in temporary.iterdir() if p.is_dir())):
-            _fsync(folder)
+            flush_to_disk(folder)
         if final.exists():  # the same step, saved before a resume from an older step. Removed only now
             remove(final)
         os.rename(temporary, final)
-        _fsync(final.parent)
+        flush_to_disk(final.parent)
 
     def _body(self, temporary: Path, small: list[str], sums: Tensor, state: State) -> dict:
         """Return the content of state.json: the run's state, and the sizes and checksums of the other files."""
@@ -220,7 +220,8 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _fsync(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -1,6 +1,6 @@
 """Epochs: who trains in which steps, and on which rows of the global batch.
 
-An epoch is agreed on by the islands (`agreement.py`). Everything in this file is a pure function of epochs.
+The islands agree on each epoch (`island.py`). Everything in this file is a pure function of epochs.
 """
 
 from collections.abc import Mapping, Sequence

@@ -143,13 +143,9 @@ class Exchange:
         """
         tags = {name: Tag(GRAD, step, epoch) for name in sharers if name != me}
         own = self._own[step % _OWN_STEPS]
-        if not tags:
-            self._withdraw(self._sum_tag)
-            for unit in self._order:
-                self._sum[unit].copy_(own[unit])
-            return
         self._reading = GRAD
-        for i, (unit, arrived) in enumerate(self.reader.read_each(tags, self._order)):
+        alone = ((unit, {}) for unit in self._order)
+        for i, (unit, arrived) in enumerate(self.reader.read_each(tags, self._order) if tags else alone):
             if i == 0:
                 self._withdraw(self._sum_tag)  # all islands offer this step, so nobody has missed the last one
             parts = [own[unit] if name == me else arrived[name]["grad"] for name in sharers]

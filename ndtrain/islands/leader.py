@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from ndtrain.checkpoint.saving import flush_to_disk
 from ndtrain.islands.epoch import Member, epoch_of, member_of
 from ndtrain.islands.island import Island
 from ndtrain.islands.messages import Start, ballot_of, from_json, to_json
@@ -385,16 +386,10 @@ def write_saved(path: Path, saved: Saved) -> None:
         "accepted": json_of(saved.accepted),
     }
     part = path.with_name(f"{path.name}.{os.getpid()}")
-    with part.open("w") as file:
-        json.dump(data, file)
-        file.flush()
-        os.fsync(file.fileno())
+    part.write_text(json.dumps(data))
+    flush_to_disk(part)
     part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    flush_to_disk(path.parent)
 
 
 def read_saved(path: Path) -> Saved | None:

@@ -168,6 +168,9 @@ class _Piece(NamedTuple):
     direct: bool
 
 
+_Copy = tuple[np.ndarray, np.ndarray]  # rows in a buffer, and the same rows in the packed memory
+
+
 class Staging:
     """The memory in which one connection packs elements."""
 
@@ -194,29 +197,31 @@ class Selection:
 
     def send(self, connection: Connection, buffer: Tensor, staging: Staging) -> None:
         """Send the elements. NumPy copies them with this thread alone: PyTorch would start threads for each thread."""
-        array = _array(buffer)
-        for piece in self._pieces:
-            if piece.direct:
-                (run,) = piece.rows
-                connection.send_bytes(array[run.start : run.start + run.length].data)
-                continue
-            packed = staging.like(array, piece.numel)
-            for view, part in _views(array, piece, packed):
+        for memory, copies in self._parts(buffer, staging):
+            for view, part in copies:
                 part[:] = view
-            connection.send_bytes(packed.data)
+            connection.send_bytes(memory)
 
     def receive(self, connection: Connection, buffer: Tensor, staging: Staging) -> None:
         """Receive the elements into a buffer."""
+        for memory, copies in self._parts(buffer, staging):
+            connection.receive_into(memory)
+            for view, part in copies:
+                view[:] = part
+
+    def _parts(self, buffer: Tensor, staging: Staging) -> Iterator[tuple[memoryview, Iterator[_Copy]]]:
+        """Yield the memory that is sent with each call, and the copies between it and the buffer.
+
+        There are no copies if it is the memory of the buffer itself.
+        """
         array = _array(buffer)
         for piece in self._pieces:
             if piece.direct:
                 (run,) = piece.rows
-                connection.receive_into(array[run.start : run.start + run.length].data)
-                continue
-            packed = staging.like(array, piece.numel)
-            connection.receive_into(packed.data)
-            for view, part in _views(array, piece, packed):
-                view[:] = part
+                yield array[run.start : run.start + run.length].data, iter(())
+            else:
+                packed = staging.like(array, piece.numel)
+                yield packed.data, _views(array, piece, packed)
 
 
 def joined(found: Iterable[Rows]) -> list[Rows]:
@@ -256,7 +261,7 @@ def _array(buffer: Tensor) -> np.ndarray:
     return buffer.view(torch.uint8).numpy().view(f"u{buffer.element_size()}")
 
 
-def _views(array: np.ndarray, piece: _Piece, packed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _views(array: np.ndarray, piece: _Piece, packed: np.ndarray) -> Iterator[_Copy]:
     """Yield each of a piece's rows in the buffer and in the packed memory, both [number, length]."""
     at, size = 0, array.itemsize
     for rows in piece.rows:

@@ -271,7 +271,11 @@ def killed(folder: str, when: str) -> tuple[list[str], list[str]]:
 
 
 def hang_in_a_save(saver: Saver, when: str) -> None:
-    name = {"before the tensors": "_write_owned", "before state.json": "_write_json", "before the name": "_fsync"}[when]
+    name = {
+        "before the tensors": "_write_owned",
+        "before state.json": "_write_json",
+        "before the name": "flush_to_disk",
+    }[when]
     call = getattr(saving, name)
 
     def hang(*args):
