@@ -409,7 +409,7 @@ def workers(processes: int) -> Iterator[Workers]:
     try:
         yield Workers(executor, progress)
     except BaseException as error:
-        executor.shutdown(wait=False, cancel_futures=True)
+        executor.shutdown(wait=False)
         for process in multiprocessing.active_children():
             process.terminate()
         if isinstance(error, BrokenProcessPool):
@@ -443,8 +443,23 @@ def _mapped(pool: Workers | None, fn: Callable[[T], R], items: Iterable[T], what
     if pool.executor is None or len(every) < 8:
         made = map(fn, every)
     else:
-        made = pool.executor.map(fn, every, chunksize=-(-len(every) // parts))
+        made = _results(pool.executor, fn, every, -(-len(every) // parts))
     return pool.progress.count(made, what, len(every))
+
+
+def _results(executor: ProcessPoolExecutor, fn: Callable[[T], R], items: list[T], size: int) -> Iterator[R]:
+    """Yield the results in order. Each process gets `size` items at a time.
+
+    Does not use `executor.map`, which cancels its futures when the search is interrupted: the pool of Python 3.11 fails
+    with InvalidStateError if its processes end while there are cancelled futures.
+    """
+    chunks = [executor.submit(_apply, fn, items[at : at + size]) for at in range(0, len(items), size)]
+    for chunk in chunks:
+        yield from chunk.result()
+
+
+def _apply(fn: Callable[[T], R], items: list[T]) -> list[R]:
+    return [fn(item) for item in items]
 
 
 # -------------------------------------------------------------------------------------------------------------- output

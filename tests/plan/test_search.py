@@ -307,7 +307,7 @@ from ndtrain.plan.search import workers
 
 if __name__ == "__main__":
     with workers(2) as pool:
-        list(pool.executor.map(time.sleep, [600, 600]))
+        [chunk.result() for chunk in [pool.executor.submit(time.sleep, 600) for _ in range(2)]]
 """
 
 
