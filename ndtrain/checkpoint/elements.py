@@ -26,6 +26,7 @@ from ndtrain.parallel.unit import StatePlan, Unit
 
 FORMAT = 2
 AVERAGE = ("ema.", "ema")
+OUTER = (("outer.", "outer"), ("outer_momentum.", "outer_momentum"))  # of islands.sync=diloco
 BLOCK = 2 << 20  # bytes processed at a time: they stay in the cache from reading to checksum to writing
 _BUFFER = 4 * BLOCK  # bytes: holds a block of 2-byte elements whose file has 8-byte elements
 AHEAD = 16  # number of blocks that are requested from the disk before they are read
@@ -86,16 +87,11 @@ class Part(NamedTuple):
 Parts = dict[str, tuple[Part, ...]]  # file stem -> what the files hold
 
 
-def parts_of(plan: StatePlan, average: bool | None = None) -> Parts:
-    """Return the kinds of tensors that are saved, as the optimizer declares them.
-
-    Args:
-        average: whether to include the average of the weights (`optim.ema`). None: as `plan` has it.
-    """
+def parts_of(plan: StatePlan) -> Parts:
+    """Return the kinds of tensors that are saved, as the plan and the optimizer declare them."""
     whole = lambda s: None if plan.sharded_spec else s
     state = [Part(f"{s.name}.", s.name, s.dtype or plan.master, whole(s)) for s in plan.spec]
-    if plan.ema if average is None else average:
-        state.append(Part(*AVERAGE, plan.master))
+    state += [Part(*copy, plan.master) for copy in (*[AVERAGE] * plan.ema, *OUTER * plan.outer)]
     return {"model": (model_part(plan),), "optimizer": tuple(state)}
 
 
@@ -105,7 +101,7 @@ def model_part(plan: StatePlan) -> Part:
 
 
 def checkpoint_bytes(m: ModelConfig, plan: StatePlan) -> int:
-    """Return the bytes of one checkpoint: weights, their average if there is one, and the optimizer's state."""
+    """Return the bytes of one checkpoint: weights, copies of them and the optimizer's state."""
     shapes = tensor_shapes(m).values()
     parts = [part for of_stem in parts_of(plan).values() for part in of_stem]
     numel = lambda part: sum(math.prod(part.spec.shape_of(s) if part.spec else s) for s in shapes)

@@ -1,5 +1,6 @@
 """Reads a checkpoint on any mesh. Every rank reads its own elements and verifies them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from ndtrain.checkpoint.directory import read_state
 from ndtrain.checkpoint.elements import (
     AVERAGE,
+    OUTER,
     CheckpointError,
     DamagedCheckpoint,
     biases_of,
@@ -23,12 +25,12 @@ from ndtrain.parallel.build import Stages
 
 
 def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
-    """Read this rank's elements of weights, moments and average, and verify them. Call it on every rank.
+    """Read this rank's elements of weights, moments, average and outer weights, and verify them. Call it on every rank.
 
     It takes some megabytes of host memory, in addition to the elements themselves.
 
     Returns:
-        Messages for the user: if the checkpoint has no average, it starts from the weights.
+        Messages for the user: if the checkpoint has no average or no outer weights, these start from the weights.
 
     Raises:
         DamagedCheckpoint: on every rank. The message names the tensor whose content was changed, or the file that a
@@ -36,9 +38,9 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
     """
     written = _written_sums(path, mesh)
     plan = stages.units.plan
-    wanted = plan.ema
-    there = any(name.startswith(AVERAGE[0]) for name in written)
-    parts = parts_of(plan, average=wanted and there)
+    contains = lambda copy: any(name.startswith(copy[0]) for name in written)
+    no_average, no_outer = plan.ema and not contains(AVERAGE), plan.outer and not all(map(contains, OUTER))
+    parts = parts_of(replace(plan, ema=plan.ema and not no_average, outer=plan.outer and not no_outer))
     sums = _read(path, stages, mesh, parts, list(written))
     tensors = {
         p.prefix + n: (p, stages.layouts[n]) for n in stages.layouts.names() for ps in parts.values() for p in ps
@@ -57,10 +59,14 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
         if [(int(w, 16) * readers) % 2**64 for w in words] != [x % 2**64 for x in got]:
             raise damaged(path, f"the content of {name} does not match its checksum")
     stages.units.weights_changed()
-    if wanted and not there:
+    notes = []
+    if no_average:
         stages.units.start_average()
-        return [f"optim.ema: {path} contains no average of the weights, so the average starts from the weights"]
-    return []
+        notes.append(f"optim.ema: {path} contains no average of the weights, so the average starts from the weights")
+    if no_outer:
+        stages.units.start_outer()
+        notes.append(f"islands.sync: {path} contains no outer weights, so they start from the weights")
+    return notes
 
 
 def _written_sums(path: Path, mesh: Mesh) -> dict[str, list[str]]:

@@ -159,6 +159,7 @@ def load_weights(folder: Path, stages: Stages, mesh: Mesh, origins: Mapping[str,
         raise CheckpointError(f"init_from={folder}: {error}") from error
     stages.units.weights_changed()
     stages.units.start_average()
+    stages.units.start_outer()
 
 
 def selection_biases(folder: Path, m: ModelConfig) -> Tensor:

@@ -1,7 +1,7 @@
 """The checks of `islands.*`."""
 
 from ndtrain.config import registry
-from ndtrain.config.schema import Config, require
+from ndtrain.config.schema import DILOCO, Config, require
 
 TOKEN = "NDTRAIN_ISLANDS_TOKEN"  # variable with a secret text that all islands of a run know
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")  # any number of microbatches, or any multiple of mesh.pp
@@ -28,20 +28,39 @@ def check_islands(cfg: Config) -> None:
         f"schedule={cfg.schedule.name} needs a fixed number of microbatches, but the share of an island may change: "
         f"choose one of {', '.join(_SCHEDULES)}",
     )
-    require(
-        not (cfg.model.num_experts and cfg.moe.balance == "hf"),
-        "moe.balance=hf needs the loads of all islands before a step: choose moe.balance=bias, sequence or none",
-    )
-    require(
-        not registry.get("optimizer", cfg.optim.name).whole_tensors,
-        f"optim={cfg.optim.name} keeps whole tensors, which a new island cannot read yet: choose optim=adamw",
-    )
+    if islands.sync == DILOCO:
+        _check_diloco(cfg)
+    else:
+        require(
+            not (cfg.model.num_experts and cfg.moe.balance == "hf"),
+            "moe.balance=hf needs the loads of all islands before a step: choose moe.balance=bias, sequence or none",
+        )
+        require(
+            not registry.get("optimizer", cfg.optim.name).whole_tensors,
+            f"optim={cfg.optim.name} keeps whole tensors, which a new island cannot read yet: choose optim=adamw, or "
+            "islands.sync=diloco",
+        )
     require(
         not getattr(cfg.data, "streaming", False),
         "data.streaming=true reads a stream in order, but the rows of an island change: set data.streaming=false",
     )
     require(
         cfg.train.epochs is None, "train.epochs: islands need the number of steps: set train.steps, and epochs=null"
+    )
+
+
+def _check_diloco(cfg: Config) -> None:
+    i = cfg.islands
+    require(
+        i.inner_steps % i.fragments == 0,
+        f"islands.fragments={i.fragments} must divide islands.inner_steps={i.inner_steps}: fragments are exchanged "
+        "at equal distances",
+    )
+    between = i.inner_steps // i.fragments
+    require(
+        i.delay < between,
+        f"islands.delay={i.delay} must be less than islands.inner_steps / islands.fragments = {between}: an exchange "
+        "has to end before the next one begins",
     )
 
 

@@ -17,6 +17,7 @@ class ConfigError(ValueError):
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 DATA_AXES = ("dp", "fsdp", "cp")  # axes with different tokens
+GRADIENTS, DILOCO = "gradients", "diloco"  # values of `islands.sync`
 # The ops whose results can be saved for recompute, in execution order: ops of every block, then ops that only blocks
 # with experts have. A test compares them with the tables of the blocks, because config must not import the model.
 SAVABLE_OPS = ("qkv_proj", "core", "o_proj", "gate_up_proj")
@@ -438,6 +439,16 @@ class IslandsConfig(Section):
     )
     wait_s: float = at_least(0, 600.0)  # seconds until the run begins with fewer islands than expected
     timeout_s: float = at_least(1, 10.0)  # seconds without a sign of life after which an island counts as lost
+    # gradients: the islands add their gradients in every step; diloco: each trains alone for some steps, and then the
+    # outer optimizer averages how far they have come
+    sync: str = choice(GRADIENTS, GRADIENTS, DILOCO)
+    inner_steps: int = at_least(1, 30)  # diloco: steps between two exchanges of the same weights (H)
+    outer_lr: float | None = at_least(0, None)  # diloco: outer learning rate; null: by the number of islands
+    outer_momentum: float = at_least(0, 0.9)  # diloco: Nesterov momentum of the outer optimizer
+    codec: str = choice("fp32", "fp32", "bf16", "int8", "int4")  # diloco: type in which outer gradients are sent
+    fragments: int = at_least(1, 1)  # diloco: parts of the model that are exchanged in turn
+    delay: int = at_least(0, 0)  # diloco: inner steps that an exchange may take while training goes on
+    grace_s: float = at_least(0, 30.0)  # diloco: seconds that islands wait for slower ones, which then stop earlier
 
 
 @dataclass

@@ -14,8 +14,8 @@ from ndtrain.mesh.mesh import Mesh
 from ndtrain.observe import Metrics
 from ndtrain.parallel.build import Stages
 
-# columns of a step report's `signals`
-STOP, MEMORY, DATA_WAIT, BUSY = range(4)
+# columns of a step report's `signals`; only islands have the last one
+STOP, MEMORY, DATA_WAIT, BUSY, ISLANDS = range(5)
 
 
 class Run(Protocol):

@@ -1,55 +1,41 @@
 """A training step of an island: it computes its part of the global batch, and adds the gradients of other islands."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ndtrain.config import Config
 from ndtrain.data import Batch
+from ndtrain.engine.island_tasks import Task, Tasks
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.validation import rows_here
-from ndtrain.islands.exchange import Exchange
-from ndtrain.islands.leader import Leader
-from ndtrain.islands.orders import CatchUp, Heal, Order, Stop, Work
 from ndtrain.islands.reading import Gone
-from ndtrain.islands.wire import WireError
 from ndtrain.mesh.collectives import all_reduce
-from ndtrain.mesh.json_messages import broadcast_json
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.vocabulary import IGNORE
-
-_PATIENCE_S = 5.0  # between two messages of rank 0 to the others while the island waits
-_PAUSE_S = 0.1  # before an order is carried out again that has failed
-_SMOOTHING = 0.8  # of the measured speed, per step
 
 Rows = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Task:
-    """An order, as rank 0 passes it on to the ranks of its island.
+class LocalRun:
+    """What the steps of an island need of the run.
 
     Attributes:
-        kind: "work", "catch up", "heal", "stop", or "wait": nothing is to be done yet.
-        rows: the rows that the island computes.
-        names: work: the sharers, in order; catch up and heal: the islands to read from.
-        connect: name -> the life of an island and the addresses of its ranks, for the islands to read from.
-        teaches: as in `Work`.
-        reason: stop: why, unless it is the planned end.
+        batches: returns this rank's microbatches of a step (counted from 0), for rows of the global batch.
+        weight: returns the sum of the weights of a part of the global batch; the ranks with other tokens have the rest.
+        describe: returns the numbers that belong to the state, fp64 [state_numbers].
+        restore: is called with these numbers of a state that was read from another island.
     """
 
-    kind: str
-    step: int = 0
-    epoch: int = 0
-    rows: tuple[int, ...] = ()
-    names: tuple[str, ...] = ()
-    connect: Mapping[str, tuple[str, tuple[str, ...]]] | None = None
-    teaches: bool = False
-    reason: str = ""
+    batches: Callable[[int, Rows], list[Batch]]
+    weight: Callable[[int], Tensor]
+    describe: Callable[[], Tensor]
+    restore: Callable[[Tensor], None]
 
 
 class StepSum(NamedTuple):
@@ -76,40 +62,17 @@ class IslandStep:
         numbers: numbers of the last step that are logged.
 
     Args:
-        batches: returns this rank's microbatches of a step, for rows of the global batch.
-        weight: returns the sum of the weights of a part of the global batch; the ranks with other tokens have the rest.
-        exchange: this rank's.
-        leader: of the island, on rank 0.
-        restore: is called with the numbers of a state that was read from another island.
-        describe: returns the numbers that belong to the state, fp64 [state_numbers].
-        asked: returns another number than 0 if somebody wants the run to stop.
-        tell: prints a line for the user.
+        tasks: of this rank.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        mesh: Mesh,
-        train_step: TrainingStep,
-        batches: Callable[[int, Rows], list[Batch]],
-        weight: Callable[[int], Tensor],
-        exchange: Exchange,
-        leader: Leader | None,
-        describe: Callable[[], Tensor],
-        restore: Callable[[Tensor], None],
-        asked: Callable[[], float],
-        tell: Callable[[str], None],
-    ):
-        self._batch, self._mesh, self._train_step = cfg.train.global_batch, mesh, train_step
-        self._batches, self._weight, self._exchange, self._leader = batches, weight, exchange, leader
-        self._describe, self._restore, self._asked, self._tell = describe, restore, asked, tell
+    def __init__(self, cfg: Config, mesh: Mesh, train_step: TrainingStep, run: LocalRun, tasks: Tasks):
+        self._batch, self._mesh, self._train_step, self._run = cfg.train.global_batch, mesh, train_step, run
+        self._tasks, self._exchange = tasks, tasks.exchange
+        self._units = train_step.stages.units.units
         self._computed: tuple[int, frozenset[int]] = (0, frozenset())  # step and rows whose gradient is offered
         self._numbers: Tensor | None = None  # of these rows
-        self._speed, self._waited_s = 0.0, 0.0
+        self._waited_s = 0.0
         self.numbers: dict[str, float] = {}
-        self._name = (
-            broadcast_json(leader and leader.me.name, mesh.world, mesh.device) if mesh.world else leader.me.name
-        )
 
     def run(self, done: int) -> StepSum:
         """Compute gradients until the sum over all islands is known on all ranks.
@@ -118,14 +81,25 @@ class IslandStep:
             done: the number of finished steps.
         """
         while True:
-            task = self._next_task()
+            task = self._tasks.next()
             if task.kind == "stop":
                 return StepSum(done, None, task.reason)
             if task.kind == "heal":
-                done = task.step if self._heal(task) else done
-            elif task.kind != "wait" and self._agree(task, self._carry_out(task)):
+                numbers = self._tasks.heal(task)
+                if numbers is not None:
+                    self._run.restore(numbers)
+                    done = task.step
+            elif task.kind != "wait" and self._tasks.agree(task, self._carry_out(task)):
                 self._count(task)
                 return StepSum(task.step - 1, self._take_sum(task))
+
+    def after_update(self, done: int, signalled: bool) -> int:
+        """Return the number of finished steps after an update."""
+        return done
+
+    def signal(self) -> float:
+        """Return this rank's number among the signals of a step."""
+        return 0.0
 
     def _count(self, task: Task) -> None:
         """Set the numbers of a step. A step that was caught up with has no rows here."""
@@ -140,51 +114,11 @@ class IslandStep:
 
     def wait_for_the_others(self) -> None:
         """Serve this island's gradients until no other island needs them."""
-        while self._next_task().kind != "stop":
-            pass
+        self._tasks.wait_for_the_others()
 
     def close(self) -> None:
         """Close all connections."""
-        if self._leader:
-            self._leader.close()
-        self._exchange.close()
-
-    # ----------------------------------------------------------------------------------------------------------- orders
-
-    def _next_task(self) -> Task:
-        """Return what all ranks have to do now."""
-        task = self._task_of(self._leader.wait_for_order(_PATIENCE_S)) if self._leader else None
-        if self._leader:
-            for line in self._leader.messages():
-                self._tell(line)
-        if self._mesh.world is None:
-            return task
-        return _task_of(broadcast_json(task and _written(task), self._mesh.world, self._mesh.device))
-
-    def _task_of(self, order: Order | None) -> Task:
-        try:
-            match order:
-                case Work(step, epoch, spans, sharers, teaches):
-                    rows = tuple(r for start, stop in spans for r in range(start, stop))
-                    names = tuple(x.name for x in sharers)
-                    return Task("work", step, epoch, rows, names, self._places(sharers), teaches)
-                case CatchUp(step, epoch, sources):
-                    names = tuple(x.name for x in sources)
-                    return Task("catch up" if names else "wait", step, epoch, (), names, self._places(sources))
-                case Heal(step, epoch, sources):
-                    names = tuple(x.name for x in sources)
-                    return Task("heal" if names else "wait", step, epoch, (), names, self._places(sources))
-                case Stop(reason):
-                    return Task("stop", reason=reason)
-        except WireError:
-            time.sleep(_PAUSE_S)  # it will be lost, or answer later
-        return Task("stop" if self._asked() else "wait")
-
-    def _places(self, members: Sequence[Any]) -> dict[str, tuple[str, tuple[str, ...]]]:
-        others = (x for x in members if x.life != self._leader.me.life)
-        return {x.name: (x.life, tuple(self._leader.ranks_of(x))) for x in others}
-
-    # ------------------------------------------------------------------------------------------------------------- work
+        self._tasks.close()
 
     def _carry_out(self, task: Task) -> bool:
         """Return True if this rank has the sum of the gradients over all islands."""
@@ -194,23 +128,19 @@ class IslandStep:
         try:
             self._exchange.connect(task.connect or {})
             if task.kind == "work":
-                self._exchange.read_gradients(task.step, task.epoch, task.names, self._name)
+                self._exchange.read_gradients(task.step, task.epoch, self._units, task.names, self._tasks.name)
             else:
-                self._exchange.read_sum(task.step, self._source(task))
+                self._exchange.read_sum(task.step, self._units, self._tasks.source(task))
         except Gone:
             return False
         finally:
             self._waited_s += time.perf_counter() - began
         return True
 
-    def _source(self, task: Task) -> str:
-        """Return the island that this rank reads from. Ranks spread over all that it may read from."""
-        return task.names[self._mesh.rank % len(task.names)]
-
     def _compute(self, task: Task) -> None:
         """Compute the island's rows, except those that it has computed before, and offer the gradient."""
         if task.teaches:
-            self._exchange.offer_state(task.step - 1, self._describe())
+            self._exchange.offer_state(task.step - 1, self._run.describe())
         if not task.rows:
             return
         wanted = frozenset(task.rows)
@@ -221,19 +151,22 @@ class IslandStep:
             losses = self._forward_backward(task.step, new)
             numbers = self._island_numbers(losses)
             if have:
-                self._exchange.add_offered_gradient(task.step)
+                for name, x in self._exchange.offered(task.step).items():
+                    if name in self._units:
+                        self._units[name].grad.add_(x.to(self._mesh.device))
                 numbers = self._numbers + numbers
             self._numbers, self._computed = numbers, (task.step, wanted)
-            self._measure(len(new) / (time.perf_counter() - began))
-        self._exchange.offer_gradient(task.step, task.epoch, self._numbers)
+            self._tasks.measured(len(new) / (time.perf_counter() - began))
+        values = {name: unit.grad for name, unit in self._units.items()}
+        self._exchange.offer_gradient(task.step, task.epoch, values, self._numbers)
 
     def _forward_backward(self, step: int, rows: Rows) -> Tensor:
         """Return this rank's losses of rows. Rows after the last one of the global batch are empty."""
         real = [row if row < self._batch else 0 for row in rows]
-        batches = self._batches(step - 1, real)
+        batches = self._run.batches(step - 1, real)
         if real != list(rows):
             batches = _without(batches, [row >= self._batch for row in rows_here(self._mesh, rows)])
-        return self._train_step.forward_backward(step, batches, self._weight(step - 1))
+        return self._train_step.forward_backward(step, batches, self._run.weight(step - 1))
 
     def _island_numbers(self, losses: Tensor) -> Tensor:
         """Return the sums over the ranks of this island: losses, and the loads and losses of experts. fp64."""
@@ -241,57 +174,17 @@ class IslandStep:
         all_reduce(numbers, self._mesh.world).wait()
         return numbers
 
-    def _measure(self, rows_per_s: float) -> None:
-        self._speed = _SMOOTHING * self._speed + (1 - _SMOOTHING) * rows_per_s if self._speed else rows_per_s
-        if self._leader:
-            self._leader.set_speed(self._speed)
-
-    def _agree(self, task: Task, complete: bool) -> bool:
-        """Return True if all ranks have the sum, and the step still belongs to this epoch."""
-        if self._leader and complete:
-            complete = self._leader.may_finish(task.step, task.epoch)
-        missing = torch.tensor([0.0 if complete else 1.0], device=self._mesh.device)
-        all_reduce(missing, self._mesh.world).wait()
-        ok = not missing.item()
-        if ok:
-            self._exchange.withdraw_state()
-        if self._leader:
-            self._leader.finish(task.step, ok)
-        if not ok:
-            time.sleep(_PAUSE_S)
-        return ok
-
     def _take_sum(self, task: Task) -> Tensor:
         """Make the sum over all islands the gradient, and return this rank's share of the losses: rank 0 has all."""
-        numbers = self._exchange.use_sum(task.step).to(self._mesh.device)
+        grads, numbers = self._exchange.take_sum(task.step, self._units)
+        for name, unit in self._units.items():
+            unit.grad.copy_(grads[name])
+        numbers = numbers.to(self._mesh.device)
         if self._mesh.rank > 0:
             numbers.zero_()
         count, balance = self._train_step.executor.losses, self._train_step.stages.balance
         balance.set_sums(numbers[count : count + balance.sums_here().numel()])
         return numbers[:count]
-
-    # ------------------------------------------------------------------------------------------------------------- heal
-
-    def _heal(self, task: Task) -> bool:
-        """Read the state of another island. Return True if all ranks have it."""
-        numbers, began = None, time.perf_counter()
-        try:
-            self._exchange.connect(task.connect or {})
-            numbers = self._exchange.read_state(task.step, self._source(task))
-        except Gone:
-            pass
-        missing = torch.tensor([float(numbers is None)], device=self._mesh.device)
-        all_reduce(missing, self._mesh.world).wait()
-        ok = not missing.item()
-        if self._leader:
-            ok = ok and self._leader.heal(task.step, task.epoch)
-        if self._mesh.world is not None:
-            ok = broadcast_json(ok, self._mesh.world, self._mesh.device)
-        if ok:
-            self._restore(numbers)
-            seconds = time.perf_counter() - began
-            self._tell(f"read the state after step {task.step} from {', '.join(task.names)} in {seconds:.1f} s")
-        return ok
 
 
 def _without(batches: Sequence[Batch], empty: Sequence[bool]) -> list[Batch]:
@@ -304,23 +197,3 @@ def _without(batches: Sequence[Batch], empty: Sequence[bool]) -> list[Batch]:
         columns = {name: x.masked_fill(rows.view(-1, *[1] * (x.dim() - 1)), 0) for name, x in batch.columns.items()}
         made.append(Batch(batch.tokens, labels, batch.positions, batch.documents, columns))
     return made
-
-
-def _written(task: Task) -> dict[str, Any]:
-    return dict(task.__dict__)
-
-
-def _task_of(data: Any) -> Task:
-    """Return the task in a message of rank 0.
-
-    Raises:
-        ValueError: the message has another form.
-    """
-    match data:
-        case {
-            "kind": str(kind), "step": int(step), "epoch": int(epoch), "rows": list(rows), "names": list(names),
-            "connect": None | dict() as connect, "teaches": bool(teaches), "reason": str(reason), **rest,
-        } if not rest:  # fmt: skip
-            places = {str(name): (str(life), tuple(map(str, there))) for name, (life, there) in (connect or {}).items()}
-            return Task(kind, step, epoch, tuple(map(int, rows)), tuple(map(str, names)), places, teaches, reason)
-    raise ValueError("rank 0 sent a message that is no task")

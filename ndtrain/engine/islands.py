@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,32 @@ from torch import Tensor
 
 from ndtrain.checkpoint import State
 from ndtrain.checkpoint.directory import read_state
-from ndtrain.checkpoint.elements import digest
+from ndtrain.checkpoint.elements import OUTER, digest
 from ndtrain.config import Config, ConfigError
 from ndtrain.config.island_checks import TOKEN, addresses, is_on_this_host
-from ndtrain.config.schema import resolved
+from ndtrain.config.schema import DILOCO, resolved
 from ndtrain.data import Data, Source
-from ndtrain.engine.island_step import IslandStep
+from ndtrain.engine.island_step import IslandStep, LocalRun
+from ndtrain.engine.island_tasks import Tasks
+from ndtrain.engine.outer_step import OUTER_NUMBERS, Exchanges, OuterStep
 from ndtrain.engine.start import order_of
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.validation import rank_batches, weight_here
+from ndtrain.islands.encoding import Encoding, Outer, Plain
 from ndtrain.islands.exchange import Exchange
 from ndtrain.islands.leader import Leader, Place, reachable_host
 from ndtrain.islands.messages import Start
 from ndtrain.islands.orders import Rules
+from ndtrain.islands.table import Table
 from ndtrain.islands.wire import WireError
 from ndtrain.mesh.json_messages import all_gather_json
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.sharding import BATCH_AXES
+from ndtrain.model import tensor_shapes
+from ndtrain.parallel.stages import Stages
 
 _SECTIONS = ("model", "moe", "objective", "optim")  # equal on all islands
+_METHOD = ("sync", "inner_steps", "outer_lr", "outer_momentum", "codec", "fragments", "delay")
 _COUNTS = 3  # numbers of the state besides the biases: tokens, skipped steps, steps without bias correction
 
 
@@ -45,7 +52,7 @@ def join_islands(
     resumed: Path | None,
     asked: Callable[[], float],
     tell: Callable[[str], None],
-) -> IslandStep:
+) -> IslandStep | OuterStep:
     """Make this run an island, on every rank.
 
     Args:
@@ -64,18 +71,21 @@ def join_islands(
             "all islands"
         )
     balance = train_step.stages.balance
-    numbers = max(train_step.executor.losses + balance.sums_here().numel(), _COUNTS + balance.bias_LX.numel())
+    losses, biases = train_step.executor.losses, balance.bias_LX.numel()
+    numbers = max(losses + balance.sums_here().numel(), OUTER_NUMBERS + losses + biases, _COUNTS + biases)
     with ExitStack() as undo:
         try:
             host = reachable_host(doors[0])
-            exchange = Exchange(train_step.stages, mesh.rank, numbers, host, token)
+            encoding = _encoding(cfg, train_step.stages)
+            exchange = Exchange(train_step.stages, mesh.rank, numbers, host, token, encoding)
             undo.callback(exchange.close)
             ranks = [exchange.address]
             if mesh.world is not None:
                 ranks = [str(x) for x in all_gather_json(exchange.address, mesh.world, mesh.device)]
             leader = None
             if mesh.rank == 0:
-                start = Start(state.step, _weights(cfg, state, resumed), _plan(cfg, data))
+                begin = Exchanges.of(cfg).done_at(state.step) if cfg.islands.sync == DILOCO else state.step
+                start = Start(begin, _weights(cfg, state, resumed), _plan(cfg, data))
                 leader = Leader(
                     _name(cfg),
                     _grain(cfg, mesh),
@@ -88,19 +98,27 @@ def join_islands(
         except (WireError, ValueError, OSError) as error:
             raise ConfigError(f"islands: {error}") from error
         undo.pop_all()
-    return IslandStep(
-        cfg,
-        mesh,
-        train_step,
+    run = LocalRun(
         batches=lambda step, rows: _on(mesh, rank_batches(cfg, mesh, data, source, step, rows)),
         weight=lambda step: weight_here(cfg, mesh, data, source, step, train_step.stages.objective),
-        exchange=exchange,
-        leader=leader,
         describe=lambda: _numbers_of(state, train_step),
         restore=lambda given: _restore(given, state, train_step),
-        asked=asked,
-        tell=tell,
     )
+    tasks = Tasks(mesh, exchange, leader, asked, tell)
+    if cfg.islands.sync == DILOCO:
+        return OuterStep(cfg, mesh, train_step, run, tasks, encoding)
+    return IslandStep(cfg, mesh, train_step, run, tasks)
+
+
+def _encoding(cfg: Config, stages: Stages) -> Encoding:
+    if cfg.islands.sync == DILOCO:
+        held, owned = (Table.of(stages, owned_only, {}) for owned_only in (False, True))
+        spans = {
+            name: [slice(h.at, h.at + h.rows.numel) for held in unit.tensors.values() for h in held]
+            for name, unit in owned.units.items()
+        }
+        return Outer(cfg.islands.codec, stages.units.plan.master, held, spans, tensor_shapes(cfg.model))
+    return Plain(stages.units.plan.master)
 
 
 def _on(mesh: Mesh, batches: list[Any]) -> list[Any]:
@@ -118,10 +136,11 @@ def _grain(cfg: Config, mesh: Mesh) -> int:
 
 
 def _rules(cfg: Config) -> Rules:
-    last = cfg.train.stop_at or cfg.train.steps
-    beat_s = min(0.5, cfg.islands.timeout_s / 8)
-    i = cfg.islands
-    return Rules(cfg.train.global_batch, last, i.count, i.wait_s, beat_s, i.timeout_s)
+    i, last = cfg.islands, cfg.train.stop_at or cfg.train.steps
+    rules = Rules(cfg.train.global_batch, last, i.count, i.wait_s, min(0.5, i.timeout_s / 8), i.timeout_s)
+    if i.sync == DILOCO:
+        return replace(rules, last=Exchanges.of(cfg).count, ahead=1, learners_share=True, grace_s=i.grace_s)
+    return rules
 
 
 def _plan(cfg: Config, data: Data) -> dict[str, str]:
@@ -132,7 +151,7 @@ def _plan(cfg: Config, data: Data) -> dict[str, str]:
         "train.steps": cfg.train.steps,
     }
     plan |= {f"{name}.{key}": x for name in _SECTIONS for key, x in asdict(getattr(cfg, name)).items()}
-    plan |= order_of(cfg, data)
+    plan |= order_of(cfg, data) | {f"islands.{key}": getattr(cfg.islands, key) for key in _METHOD}
     short = lambda text: text if len(text) <= 200 else digest({"text": text})
     return {key: short(str(value)) for key, value in plan.items()}
 
@@ -141,7 +160,11 @@ def _weights(cfg: Config, state: State, resumed: Path | None) -> str:
     """Return a text that is equal for two runs only if their weights are equal."""
     if resumed is None:
         return f"{cfg.init_from or 'seed'} {state.step}"
-    return digest(read_state(resumed)["checksums"])
+    sums = read_state(resumed)["checksums"]
+    if cfg.islands.sync == DILOCO:  # each island has weights of its own
+        outer = {name: x for name, x in sums.items() if name.startswith(tuple(prefix for prefix, _ in OUTER))}
+        sums = outer or sums
+    return digest(sums)
 
 
 def _numbers_of(state: State, train_step: TrainingStep) -> Tensor:

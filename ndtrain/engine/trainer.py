@@ -20,7 +20,7 @@ from ndtrain import schedule
 from ndtrain.config import Config
 from ndtrain.config.registry import plugin_parts
 from ndtrain.data import Batch, Prefetcher, Source, Tokens
-from ndtrain.engine.callback import STOP, Callback
+from ndtrain.engine.callback import ISLANDS, STOP, Callback
 from ndtrain.engine.callbacks import (
     CheckpointCallback,
     EvaluationCallback,
@@ -34,6 +34,7 @@ from ndtrain.engine.callbacks import (
 )
 from ndtrain.engine.island_step import IslandStep
 from ndtrain.engine.islands import join_islands
+from ndtrain.engine.outer_step import OuterStep
 from ndtrain.engine.samples import SampleCallback
 from ndtrain.engine.setup import RunSetup, prepare, save_config
 from ndtrain.engine.start import fill_weights, order_of
@@ -140,7 +141,7 @@ class Trainer:
                 self.warn(note)
             undo.pop_all()
 
-    def _join_islands(self) -> IslandStep:
+    def _join_islands(self) -> IslandStep | OuterStep:
         """Make this run an island. The others may wait for it, and for each other, until the first step."""
         parts = self.cfg, self.mesh, self.train_step, self.data, self.source, self.state, self.resumed
         islands = join_islands(*parts, self.stop.asked, self.note)
@@ -230,7 +231,13 @@ class Trainer:
             batches, waited = self.get_batch()
             loss = self.forward_backward(batches)
         report = self.update(loss, waited)
+        if self.islands:
+            self.state.step = self.islands.after_update(self.state.step, self._signalled())
         self.after_step(report, began)
+
+    def _signalled(self) -> bool:
+        """Return True if the leader of the island has news for all ranks, in the last step that was read."""
+        return self.report is not None and bool(self.report.signals[0, ISLANDS])
 
     def _stop_without_step(self, reason: str) -> None:
         """End the run, because the islands do no further step."""
@@ -250,7 +257,8 @@ class Trainer:
 
     def update(self, loss: Tensor, waited: float) -> PendingReport:
         """Clip the gradient, update the weights, and count the step."""
-        signals = lambda: (self.stop.asked(), peak_memory_bytes(self.mesh.device), waited, RECORDER.busy())
+        islands = (self.islands.signal(),) if self.islands else ()
+        signals = lambda: (self.stop.asked(), peak_memory_bytes(self.mesh.device), waited, RECORDER.busy(), *islands)
         report = self.train_step.update(self.state.step + 1, loss, signals)
         self.state.step += 1
         self.state.tokens += self.cfg.train.global_batch * self.cfg.train.seq_len

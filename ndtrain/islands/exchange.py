@@ -6,25 +6,31 @@ the order of the members, so all islands get the same bits.
 A rank keeps three copies of its shard's gradient in host memory. Two of them are this island's gradients of the last
 two steps: an island that is a step behind may still read the older one. The third is the last sum, for an island that
 has missed it.
+
+With `islands.sync=diloco` a step here is one exchange, and its gradient is the outer gradient of some of the units.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ndtrain.islands.encoding import Encoding, Part
 from ndtrain.islands.reading import Gone, Reader
 from ndtrain.islands.shelf import GRAD, STATE, SUM, Shelf, Tag
-from ndtrain.islands.table import Table, UnitTable
+from ndtrain.islands.table import NIBBLES, Table, UnitTable
 from ndtrain.islands.wire import Listener, WireError
 from ndtrain.mesh.row_map import Held, Rows
 from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.unit import Unit
 
 NUMBERS = "numbers"  # a unit of its own: sums that belong to no tensor, in fp64
+SCALES = "scales"  # a unit of its own: the scales of the encoding, in fp32
 _OWN_STEPS = 2
+_NO_SCALES = torch.zeros(0)
 
 Bits = dict[str, Tensor]  # unit -> flat tensor
+Values = Mapping[str, Tensor]
 
 
 class Exchange:
@@ -35,50 +41,45 @@ class Exchange:
         numbers: how many numbers the islands add up besides the gradients.
         host: the address on which to listen.
         token: the secret text that all islands share.
+        encoding: of the gradients.
 
     Attributes:
         address: where the other islands' ranks connect to.
     """
 
-    def __init__(self, stages: Stages, rank: int, numbers: int, host: str, token: str):
-        self.stages, self._rank, self._count = stages, rank, numbers
+    def __init__(self, stages: Stages, rank: int, numbers: int, host: str, token: str, encoding: Encoding):
+        self.stages, self.encoding, self._rank, self._count = stages, encoding, rank, numbers
         self._units = stages.units.units
         plan = stages.units.plan
-        state = {"master": plan.master} | {s.name: s.dtype or plan.master for s in plan.spec}
+        state = {"master": plan.master} | {s.name: s.dtype or plan.master for s in plan.spec if plan.sharded_spec}
+        copies = [*["ema"] * plan.ema, *["outer", "outer_momentum"] * plan.outer]
         buffers = {
-            GRAD: {"grad": plan.master},
+            GRAD: {"grad": encoding.dtype},
             SUM: {"grad": plan.master},
-            STATE: state | ({"ema": plan.master} if plan.ema else {}),
+            STATE: state | dict.fromkeys(copies, plan.master),
         }
-        self._numbers = UnitTable(self._width(plan.master), {NUMBERS: (Held(0, Rows(0, self._width(plan.master))),)})
-        served, wanted = (self._with_numbers(Table.of(stages, owned, buffers), owned) for owned in (True, False))
+        dtypes = {dtype for named in buffers.values() for dtype in named.values()}
+        self._extra = {NUMBERS: _raw_unit(NUMBERS, 8 * numbers, dtypes)}
+        if encoding.scales:
+            self._extra[SCALES] = _raw_unit(SCALES, 4 * encoding.scales, {encoding.dtype})
+        served, wanted = (self._with_extra(Table.of(stages, owned, buffers), owned) for owned in (True, False))
         self.reader = Reader(wanted, token)
         self.shelf = Shelf(served, self._cancel)
         self._listener = Listener(host, token, self.shelf.handlers())
         self.address = self._listener.address
-        self._own = [self._empty() for _ in range(_OWN_STEPS)]
+        self._own = [self._empty(encoding.dtype, self._extra) for _ in range(_OWN_STEPS)]
         self._own_tags: list[Tag | None] = [None] * _OWN_STEPS
-        self._sum, self._sum_tag = self._empty(), Tag(SUM, -1, 0)
+        self._sum, self._sum_tag = self._empty(plan.master, {NUMBERS: self._extra[NUMBERS]}), Tag(SUM, -1, 0)
         self._state_tag: Tag | None = None
         self._lives: dict[str, str] = {}
         self._reading = ""
 
-    def _width(self, dtype: torch.dtype) -> int:
-        return self._count * 8 // dtype.itemsize
+    def _with_extra(self, table: Table, owned: bool) -> Table:
+        return Table(table.units | (self._extra if self._rank == 0 or not owned else {}), table.buffers)
 
-    def _with_numbers(self, table: Table, owned: bool) -> Table:
-        units = table.units | ({NUMBERS: self._numbers} if self._rank == 0 or not owned else {})
-        return Table(units, table.buffers)
-
-    def _empty(self) -> Bits:
-        master = self.stages.units.master
-        made = {name: torch.zeros(unit.grad.numel(), dtype=master) for name, unit in self._units.items()}
-        return made | {NUMBERS: torch.zeros(self._numbers.numel, dtype=master)}
-
-    @property
-    def _order(self) -> list[str]:
-        """The units in the order in which they are read: the numbers first."""
-        return [NUMBERS, *self._units]
+    def _empty(self, dtype: torch.dtype, extra: Mapping[str, UnitTable]) -> Bits:
+        made = {name: torch.zeros(unit.grad.numel(), dtype=dtype) for name, unit in self._units.items()}
+        return made | {name: torch.zeros(unit.numel, dtype=dtype) for name, unit in extra.items()}
 
     def _cancel(self, epoch: int) -> None:
         self.reader.cancel(epoch)
@@ -114,53 +115,68 @@ class Exchange:
 
     # -------------------------------------------------------------------------------------------------------- gradients
 
-    def offer_gradient(self, step: int, epoch: int, numbers: Tensor) -> None:
-        """Offer this island's gradient of a step, as the units hold it now.
+    def offer_gradient(self, step: int, epoch: int, values: Values, numbers: Tensor, scales: Tensor | None = None):
+        """Offer this island's gradient of a step. If it has been offered for this epoch before, do nothing.
 
         Args:
+            values: unit -> this rank's shard of the gradient, for the units that are exchanged in this step.
             numbers: fp64 [numbers], the same on all ranks of the island.
+            scales: of the encoding, the same on all ranks of the island.
         """
-        slot, tag = step % _OWN_STEPS, Tag(GRAD, step, epoch)
-        if self._own_tags[slot] == tag:
+        slot = step % _OWN_STEPS
+        if self._own_tags[slot] == Tag(GRAD, step, epoch):
             return
         self._withdraw(self._own_tags[slot])
-        for name, unit in self._units.items():
-            self._own[slot][name].copy_(unit.grad)
-        self._own[slot][NUMBERS].view(torch.float64)[: len(numbers)] = numbers.cpu()
-        self._offer(tag, self._own[slot])
-        self._own_tags[slot] = tag
+        own = self._own[slot]
+        for name, x in values.items():
+            self.encoding.write(name, x, _NO_SCALES if scales is None else scales, own[name])
+        _write_raw(numbers, own[NUMBERS])
+        if scales is not None and SCALES in own:
+            _write_raw(scales, own[SCALES])
+        self._offer_own(step, epoch, values)
 
-    def add_offered_gradient(self, step: int) -> None:
-        """Add the gradient of a step that was offered before to the gradient that the units hold now."""
-        for name, unit in self._units.items():
-            unit.grad.add_(self._own[step % _OWN_STEPS][name].to(unit.grad.device))
+    def offer_again(self, step: int, epoch: int, units: Iterable[str]) -> None:
+        """Offer the gradient of a step that was offered before, in another epoch."""
+        slot = step % _OWN_STEPS
+        if self._own_tags[slot] != Tag(GRAD, step, epoch):
+            self._withdraw(self._own_tags[slot])
+            self._offer_own(step, epoch, units)
 
-    def read_gradients(self, step: int, epoch: int, sharers: Sequence[str], me: str) -> None:
+    def _offer_own(self, step: int, epoch: int, units: Iterable[str]) -> None:
+        slot = step % _OWN_STEPS
+        self._own_tags[slot] = tag = Tag(GRAD, step, epoch)
+        self._offer(tag, [*self._extra, *units], self._own[slot])
+
+    def offered(self, step: int) -> Bits:
+        """Return this island's gradient of a step, as it was offered."""
+        return self._own[step % _OWN_STEPS]
+
+    def read_gradients(self, step: int, epoch: int, units: Iterable[str], sharers: Sequence[str], me: str) -> None:
         """Read the gradients of all sharers, and add them up.
 
         Raises:
             Gone: one of them cannot be read.
         """
         tags = {name: Tag(GRAD, step, epoch) for name in sharers if name != me}
-        own = self._own[step % _OWN_STEPS]
+        order = [*self._extra, *units]
         self._reading = GRAD
-        alone = ((unit, {}) for unit in self._order)
-        for i, (unit, arrived) in enumerate(self.reader.read_each(tags, self._order) if tags else alone):
-            if i == 0:
+        alone = ((unit, {}) for unit in order)
+        numbers: dict[str, Tensor] = {}
+        scales = dict.fromkeys(sharers, _NO_SCALES)
+        for unit, arrived in self.reader.read_each(tags, order) if tags else alone:
+            parts = {x: self.offered(step)[unit] if x == me else arrived[x]["grad"] for x in sharers}
+            if unit == NUMBERS:
                 self._withdraw(self._sum_tag)  # all islands offer this step, so nobody has missed the last one
-            parts = [own[unit] if name == me else arrived[name]["grad"] for name in sharers]
-            self._add_up(unit, parts)
+                numbers = {x: _read_raw(part, self._count, torch.float64) for x, part in parts.items()}
+                self.encoding.begin_sum(len(sharers))
+                _write_raw(torch.stack(list(numbers.values())).sum(0), self._sum[NUMBERS])
+            elif unit == SCALES:
+                scales = {x: _read_raw(part, self.encoding.scales, torch.float32) for x, part in parts.items()}
+            else:
+                each = [Part(parts[x], numbers[x], scales[x]) for x in sharers]
+                self.encoding.add(unit, each, self._sum[unit])
 
-    def _add_up(self, unit: str, parts: Sequence[Tensor]) -> None:
-        total = self._sum[unit]
-        if unit == NUMBERS:
-            total.view(torch.float64).copy_(torch.stack([x.view(torch.float64) for x in parts]).sum(0))
-            return
-        total.copy_(parts[0])
-        for x in parts[1:]:
-            total.add_(x)
-
-    def read_sum(self, step: int, source: str) -> None:
+    def read_sum(self, step: int, units: Iterable[str], source: str) -> None:
         """Read the summed gradient of a step from an island that has finished the step.
 
         Raises:
@@ -168,32 +184,36 @@ class Exchange:
         """
         self._reading = SUM
         self._withdraw(self._sum_tag)
-        for unit, arrived in self.reader.read_each({source: Tag(SUM, step, 0)}, self._order):
+        for unit, arrived in self.reader.read_each({source: Tag(SUM, step, 0)}, [NUMBERS, *units]):
             self._sum[unit].copy_(arrived[source]["grad"])
 
-    def use_sum(self, step: int) -> Tensor:
-        """Make the sum the gradient of the units, and offer it to islands that miss it. Return the summed numbers."""
-        for name, unit in self._units.items():
-            unit.grad.copy_(self._sum[name])
+    def take_sum(self, step: int, units: Iterable[str]) -> tuple[Bits, Tensor]:
+        """Return the sum of a step, and offer it to islands that miss it.
+
+        Returns:
+            Unit -> this rank's shard of the gradient; and the summed numbers. They are valid until the next step.
+        """
         self._sum_tag = Tag(SUM, step, 0)
-        self._offer(self._sum_tag, self._sum)
-        return self._sum[NUMBERS].view(torch.float64).clone()
+        self._offer(self._sum_tag, [NUMBERS, *units], self._sum)
+        return self._sum, _read_raw(self._sum[NUMBERS], self._count, torch.float64)
 
     # ------------------------------------------------------------------------------------------------------------ state
 
-    def offer_state(self, step: int, numbers: Tensor) -> None:
-        """Offer weights and optimizer state after a step. They must not change until `withdraw_state`."""
-        self._state_tag = Tag(STATE, step, 0)
-        for name, unit in self._units.items():
-            self.shelf.offer(self._state_tag, name, self._state_of(unit))
-        if self._rank == 0:
-            named = self.shelf.table.buffers[STATE]
-            buffers = {name: torch.zeros(self._numbers.numel, dtype=dtype) for name, dtype in named.items()}
-            buffers["master"].view(torch.float64)[: len(numbers)] = numbers.cpu()
-            self.shelf.offer(self._state_tag, NUMBERS, buffers)
+    def offer_state(self, step: int, numbers: Tensor, copied: bool = False) -> None:
+        """Offer weights and optimizer state after a step, until `withdraw_state`.
 
-    def _state_of(self, unit: Unit) -> dict[str, Tensor]:
-        return {name: unit.buffer(name).detach().cpu() for name in self.shelf.table.buffers[STATE]}
+        Args:
+            copied: True if they may change meanwhile. Otherwise they must not.
+        """
+        self._state_tag = Tag(STATE, step, 0)
+        named = self.shelf.table.buffers[STATE]
+        for name, unit in self._units.items():
+            buffers = {buffer: _on_host(unit, buffer, copied) for buffer in named}
+            self.shelf.offer(self._state_tag, name, buffers)
+        if self._rank == 0:
+            buffers = {name: torch.zeros(self._extra[NUMBERS].numel, dtype=dtype) for name, dtype in named.items()}
+            _write_raw(numbers, buffers["master"])
+            self.shelf.offer(self._state_tag, NUMBERS, buffers)
 
     def withdraw_state(self) -> None:
         """Stop offering the state. It may change afterwards."""
@@ -208,19 +228,53 @@ class Exchange:
         """
         self._reading = STATE
         numbers = torch.zeros(self._count, dtype=torch.float64)
-        for name, arrived in self.reader.read_each({source: Tag(STATE, step, 0)}, self._order):
+        for name, arrived in self.reader.read_each({source: Tag(STATE, step, 0)}, [NUMBERS, *self._units]):
             if name == NUMBERS:
-                numbers.copy_(arrived[source]["master"].view(torch.float64))
+                numbers.copy_(_read_raw(arrived[source]["master"], self._count, torch.float64))
                 continue
             for buffer, data in arrived[source].items():
                 self._units[name].buffer(buffer).copy_(data)
         self.stages.units.weights_changed()
         return numbers
 
-    def _offer(self, tag: Tag, bits: Bits) -> None:
-        for name in self.shelf.table.units:
-            self.shelf.offer(tag, name, {"grad": bits[name]})
+    def _offer(self, tag: Tag, units: Iterable[str], bits: Bits) -> None:
+        for name in units:
+            if name in self.shelf.table.units:
+                self.shelf.offer(tag, name, {"grad": bits[name]})
 
     def _withdraw(self, tag: Tag | None) -> None:
         if tag is not None:
             self.shelf.withdraw(tag)
+
+
+def _on_host(unit: Unit, buffer: str, copied: bool) -> Tensor:
+    x = unit.buffer(buffer).detach()
+    return x.cpu() if x.device.type != "cpu" or not copied else x.clone()
+
+
+# ------------------------------------------------------------------------------------------------- numbers as elements
+
+
+def _raw_unit(name: str, nbytes: int, dtypes: Iterable[torch.dtype]) -> UnitTable:
+    """Return the table of a unit whose elements are bytes of something else, in any of the dtypes."""
+    numel = max(2 * nbytes if dtype == NIBBLES else nbytes // dtype.itemsize for dtype in dtypes)
+    return UnitTable(numel, {name: (Held(0, Rows(0, numel)),)})
+
+
+def _write_raw(x: Tensor, out: Tensor) -> None:
+    """Write the bytes of a tensor to the first elements of another one."""
+    data = x.cpu().contiguous().view(torch.uint8)
+    if out.dtype == NIBBLES:
+        data = torch.stack([data & 15, data >> 4], dim=1).flatten()
+        out[: len(data)] = data
+    else:
+        out.view(torch.uint8)[: len(data)] = data
+
+
+def _read_raw(x: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return `count` numbers whose bytes are the first elements of a tensor."""
+    nbytes = count * dtype.itemsize
+    if x.dtype == NIBBLES:
+        halves = x[: 2 * nbytes].view(-1, 2)
+        return (halves[:, 0] | (halves[:, 1] << 4)).contiguous().view(dtype)
+    return x.view(torch.uint8)[:nbytes].clone().view(dtype)

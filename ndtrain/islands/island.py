@@ -34,7 +34,6 @@ from ndtrain.islands.orders import (
 )
 from ndtrain.islands.peers import Peers
 
-AHEAD = 2  # steps from a planned change's proposal to its effect, so that nobody has to wait for it
 PER_DOOR = 4  # signs of life for each message to the known addresses
 UNEVEN = 1.25  # shares are changed if the slowest island then gets faster by this factor
 SETTLED = 50  # steps after which a new epoch's shares may be changed
@@ -88,7 +87,7 @@ class Island:
         self.me, self.start, self.rules, self.founder, self.doors = me, start, rules, founder, doors
         self.saved, self.previous = saved or Saved(), None
         self.done: int | None = None
-        self.leaving, self.refused = False, ""
+        self.leaving, self.refused, self._offered = False, "", 0
         self.effects: deque[Effect] = deque()
         self._random, self._began, self._now = random, now, now
         self._limit: int | None = None  # finish no step after it; None: any
@@ -218,6 +217,17 @@ class Island:
         self._beat()
         self._work_off()
 
+    def offer(self, step: int, now: float) -> None:
+        """Record that all ranks of the island have offered their gradients of a step."""
+        self._now, self._offered = now, step
+        self._beat()
+        self._work_off()
+
+    def is_late(self, step: int, now: float) -> bool:
+        """Return True if other members have offered their gradients of a step for longer than the grace time."""
+        others = [x for x in self.epoch.members if x.life != self.me.life] if self.epoch else []
+        return any(self._peers.offered_s(x, step, now) > self.rules.grace_s for x in others)
+
     def set_speed(self, rows_per_s: float) -> None:
         """Set the measured speed of this island."""
         self.me = self.me._replace(speed=rows_per_s)
@@ -275,7 +285,7 @@ class Island:
     def _handle(self, sender: Member, message: Message) -> None:
         match message:
             case m.Beat():
-                self._peers.beats[sender.life] = message
+                self._peers.take(sender.life, message, self._now)
                 if message.number < self.number:
                     self._send(sender.address, m.Decided(self.epoch))
             case m.Join(start):
@@ -317,7 +327,7 @@ class Island:
     # ---------------------------------------------------------------------------------------------------- signs of life
 
     def _beat(self) -> None:
-        beat = m.Beat(self.number, self.done, self.me.speed, self.leaving)
+        beat = m.Beat(self.number, self.done, self.me.speed, self.leaving, self._offered)
         for other in self._others():
             self._send(other.address, beat)
 
@@ -401,7 +411,7 @@ class Island:
             return
         reports = [Report(self.me, None, False, self.start)]
         reports += [Report(joiner, None, False, start) for joiner, start in self._joiners.values()]
-        self._decide(unplanned_epoch(1, reports, self.rules.batch, None))
+        self._decide(unplanned_epoch(1, reports, self.rules.batch, None, self.rules.learners_share))
 
     # -------------------------------------------------------------------------------------------------------- proposing
 
@@ -421,7 +431,7 @@ class Island:
         alive = [name for name in epoch.names if self._current(name)]
         turn = self._needed_since + 2 * self.rules.beat_s * alive.index(self.me.name)
         if self._now >= max(turn, self._quiet_until):
-            self._propose(0 if lost else max(self._positions(epoch)) + AHEAD)
+            self._propose(0 if lost else max(self._positions(epoch)) + self.rules.ahead)
 
     def _votes(self) -> bool:
         """Return True if this island takes part in the decision about the next epoch.
@@ -447,7 +457,7 @@ class Island:
         beats = [self._peers.beats.get(x.life) for x in epoch.members if x.life != self.me.life]
         if self.done is None or any(b is None or b.done is None for b in beats) or self._limit is not None:
             return self._limit is not None  # somebody wanted a change and has not completed it
-        if self.done < epoch.begin or max(self._positions(epoch)) + AHEAD >= self.rules.last:
+        if self.done < epoch.begin or max(self._positions(epoch)) + self.rules.ahead >= self.rules.last:
             return False
         leaving = [self.leaving, *(b.leaving for b in beats)]
         return bool(self._joiners) or (any(leaving) and len(leaving) > 1) or self._is_uneven(epoch)
@@ -536,12 +546,12 @@ class Island:
             if not stay:  # all leave: one stays until the others have left
                 stay = [Report(x, p.done, p.has_sum, p.start) for x, p in promised if x.life == self.me.life]
             begin = 1 + max([proposal.limit, *(p.done for _, p in promised)])
-            return planned_epoch(number, begin, [*stay, *joiners], batch)
+            return planned_epoch(number, begin, [*stay, *joiners], batch, self.rules.learners_share)
         reports = [Report(self._with_speed(x), p.done, p.has_sum, p.start) for x, p in promised]
         positions = [r.done for r in reports if r.done is not None]
         old = self._epoch_of(max(positions) + 1) if positions else None
         rows = old.rows(max(positions) + 1) if old else None
-        return unplanned_epoch(number, [*reports, *joiners], batch, rows)
+        return unplanned_epoch(number, [*reports, *joiners], batch, rows, self.rules.learners_share)
 
     def _leaves(self, member: Member) -> bool:
         if member.life == self.me.life:

@@ -20,7 +20,7 @@ from ndtrain.checkpoint.saving import flush_to_disk
 from ndtrain.islands.epoch import Member, epoch_of, member_of
 from ndtrain.islands.island import Island
 from ndtrain.islands.messages import Start, ballot_of, from_json, to_json
-from ndtrain.islands.orders import Cancel, Order, Rules, Save, Saved, Send, Stop, Tell
+from ndtrain.islands.orders import Cancel, Order, Rules, Save, Saved, Send, Stop, Tell, Work
 from ndtrain.islands.shelf import CANCEL
 from ndtrain.islands.wire import Connection, Listener, Refused, WireError, connect, split_address
 
@@ -150,6 +150,23 @@ class Leader:
         with self._changed:
             self.island.leave(time.monotonic())
             self._carry_out()
+
+    def offer(self, step: int) -> None:
+        """Record that all ranks have offered their gradients of a step."""
+        with self._changed:
+            self.island.offer(step, time.monotonic())
+            self._carry_out()
+
+    def is_late(self, step: int) -> bool:
+        """Return True if the other islands have waited for the gradients of a step for longer than the grace time."""
+        with self._changed:
+            return self.island.is_late(step, time.monotonic())
+
+    def has_news(self, step: int, epoch: int) -> bool:
+        """Return True if the island has something else to do than to work on a step in an epoch."""
+        with self._changed:
+            order = self.island.order()
+            return order is not None and (not isinstance(order, Work) or (order.step, order.epoch) != (step, epoch))
 
     def set_speed(self, rows_per_s: float) -> None:
         """Set the measured speed of this island."""

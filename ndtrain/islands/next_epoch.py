@@ -22,21 +22,28 @@ class Report(NamedTuple):
     start: Start
 
 
-def planned_epoch(number: int, begin: int, reports: Sequence[Report], batch: int) -> Epoch:
+def planned_epoch(
+    number: int, begin: int, reports: Sequence[Report], batch: int, learners_share: bool = False
+) -> Epoch:
     """Return the next epoch if no member was lost. New members have no weights.
 
     Args:
         batch: the rows of a global batch.
+        learners_share: as in `Rules`.
     """
     members = tuple(r.member for r in reports)
     learners = tuple(r.member.name for r in reports if r.done is None)
     teachers = [r.member for r in reports if r.done is not None]
-    opening = _spread(batch, members, teachers) if learners else ()
+    opening = _spread(batch, members, teachers) if learners and not learners_share else ()
     return Epoch(number, members, begin, split_rows(batch, members), learners, (), opening)
 
 
 def unplanned_epoch(
-    number: int, reports: Sequence[Report], batch: int, rows: Mapping[str, tuple[Span, ...]] | None
+    number: int,
+    reports: Sequence[Report],
+    batch: int,
+    rows: Mapping[str, tuple[Span, ...]] | None,
+    learners_share: bool = False,
 ) -> Epoch:
     """Return the next epoch if a member was lost, or the first one.
 
@@ -45,16 +52,20 @@ def unplanned_epoch(
 
     Args:
         rows: the rows of the members in the step in progress, by name; None: no step is in progress.
+        learners_share: as in `Rules`. Then all rows are shared anew.
     """
     members = tuple(r.member for r in reports)
     done, holders, learners = _positions(reports)
-    sharers = [m for m in members if m.name not in learners]
-    opening = (rows is not None and _kept(batch, members, sharers, rows)) or _spread(batch, members, sharers)
-    # The holders keep the sum of the last step until all sharers of this one have it. Others have to read weights.
-    idle = {m.name for m, spans in zip(members, opening, strict=True) if not spans}
-    learners = tuple(m.name for m in members if m.name in learners or (m.name in idle and m.name not in holders))
+    shares = split_rows(batch, members)
     summed = tuple(r.member.name for r in reports if r.member.name in holders and r.has_sum)
-    return Epoch(number, members, done + 1, split_rows(batch, members), learners, holders, opening, summed)
+    sharers = [m for m in members if m.name not in learners]
+    opening = ()
+    if not learners_share:
+        opening = (rows is not None and _kept(batch, members, sharers, rows)) or _spread(batch, members, sharers)
+    # The holders keep the sum of the last step until all sharers of this one have it. Others have to read weights.
+    idle = {m.name for m, share in zip(members, opening or shares, strict=True) if not share}
+    learners = tuple(m.name for m in members if m.name in learners or (m.name in idle and m.name not in holders))
+    return Epoch(number, members, done + 1, shares, learners, holders, opening, summed)
 
 
 def _positions(reports: Sequence[Report]) -> tuple[int, tuple[str, ...], tuple[str, ...]]:

@@ -18,6 +18,10 @@ class Rules:
         wait_s: seconds after which fewer may begin.
         beat_s: seconds between two signs of life.
         timeout_s: seconds without a sign of life after which an island counts as lost.
+        ahead: steps from a planned change's proposal to its effect, so that nobody has to wait for it.
+        learners_share: True if new members have a share of the first step of their epoch, and a lost member's rows are
+            left out. Otherwise all rows of a step are computed.
+        grace_s: seconds that the others' gradients are offered before a slower island should offer its own.
     """
 
     batch: int
@@ -26,6 +30,9 @@ class Rules:
     wait_s: float = 60.0
     beat_s: float = 0.5
     timeout_s: float = 10.0
+    ahead: int = 2
+    learners_share: bool = False
+    grace_s: float = float("inf")
 
 
 @dataclass(frozen=True)

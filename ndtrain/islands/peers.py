@@ -21,6 +21,7 @@ class Peers:
         self._heard: dict[str, float] = {}  # life -> the time of its last message
         self.beats: dict[str, Beat] = {}
         self.ended: dict[str, bool] = {}
+        self._offered: dict[str, tuple[int, float]] = {}  # life -> the last offered step, and when it was heard of
 
     @property
     def are_silent(self) -> bool:
@@ -44,6 +45,17 @@ class Peers:
         """Return the number of steps that a member has finished; None: unknown, or it has no weights."""
         beat = self.beats.get(member.life)
         return beat.done if beat else None
+
+    def take(self, life: str, beat: Beat, now: float) -> None:
+        """Record a sign of life."""
+        self.beats[life] = beat
+        if self._offered.get(life, (0, now))[0] < beat.offered:
+            self._offered[life] = beat.offered, now
+
+    def offered_s(self, member: Member, step: int, now: float) -> float:
+        """Return for how many seconds a member has offered its gradient of a step; 0: it has not."""
+        offered, since = self._offered.get(member.life, (0, now))
+        return now - since if offered >= step else 0.0
 
     def is_leaving(self, member: Member) -> bool:
         beat = self.beats.get(member.life)

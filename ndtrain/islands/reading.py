@@ -139,6 +139,9 @@ class Reader:
         token: the token that all islands share.
         allocate: makes the flat tensors that are filled, on the CPU: for example in pinned memory.
         timeout_s: the most seconds to connect to a rank.
+
+    Attributes:
+        nbytes: the bytes of elements that were read so far.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class Reader:
         self._padding = {name: _gaps(unit) for name, unit in wanted.units.items()}
         self._islands: dict[str, _Island] = {}
         self._slots: dict[str, tuple[Buffers, Slots]] = {}
+        self.nbytes = 0
         self._lock = threading.Lock()
         self._progress: _Progress | None = None
         self._cancelled = -1
@@ -345,7 +349,7 @@ class Reader:
     def _receive_unit(self, peer: _Peer, unit: str, shard: dict[str, Tensor]) -> bool:
         """Receive this rank's elements of a unit. Return False if they are gone."""
         taken = peer.units[unit]
-        nbytes = taken.target.numel * sum(x.element_size() for x in shard.values())
+        nbytes = sum(taken.target.nbytes(x.dtype) for x in shard.values())
         header = peer.connection.receive()
         if header == GONE:
             return False
@@ -353,6 +357,8 @@ class Reader:
             raise WireError(f"{peer.connection.peer} sends something else than {nbytes} bytes of {unit}")
         for name in sorted(shard):
             taken.target.receive(peer.connection, shard[name], peer.staging)
+        with self._lock:
+            self.nbytes += nbytes
         return True
 
     def _end(self, progress: _Progress) -> None:

@@ -172,7 +172,7 @@ class Shelf:
             if buffers is None:
                 connection.send(GONE)
                 return False
-            nbytes = selection.numel * sum(x.element_size() for x in buffers.values())
+            nbytes = sum(selection.nbytes(x.dtype) for x in buffers.values())
             connection.send({"unit": unit, "nbytes": nbytes})
             for name in sorted(buffers):
                 selection.send(connection, buffers[name], staging)

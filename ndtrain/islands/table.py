@@ -1,5 +1,6 @@
 """Tables of the elements that a rank holds, and selections of elements that are sent between two ranks."""
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,11 @@ MOST_TEXT = 1000  # characters of a name
 MOST_TABLE = 64 << 20  # bytes of a table or a selection as JSON
 STAGING = 1 << 20  # bytes that are packed at one time: they stay in the cache between two copies
 DIRECT = 1 << 16  # bytes of a contiguous run that is sent or received without a copy
-_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+NIBBLES = torch.uint8  # the dtype of integers of 4 bits, of which two are sent in one byte
+_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, NIBBLES)
+}
 
 Buffers = Mapping[str, torch.dtype]  # the name of a buffer -> its dtype
 
@@ -195,8 +200,18 @@ class Selection:
         self.numel = sum(r.numel for r in self.rows)
         self._pieces = list(_pieces(self.rows, itemsize))
 
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes in which the elements of a buffer are sent."""
+        return -(-self.numel // 2) if dtype == NIBBLES else self.numel * dtype.itemsize
+
     def send(self, connection: Connection, buffer: Tensor, staging: Staging) -> None:
         """Send the elements. NumPy copies them with this thread alone: PyTorch would start threads for each thread."""
+        if buffer.dtype == NIBBLES:
+            for integers, copies in self._blocks(buffer, staging):
+                for view, part in copies:
+                    part[:] = view
+                connection.send_bytes(_pack(integers).data)
+            return
         for memory, copies in self._parts(buffer, staging):
             for view, part in copies:
                 part[:] = view
@@ -204,10 +219,29 @@ class Selection:
 
     def receive(self, connection: Connection, buffer: Tensor, staging: Staging) -> None:
         """Receive the elements into a buffer."""
+        if buffer.dtype == NIBBLES:
+            for integers, copies in self._blocks(buffer, staging):
+                packed = np.empty(-(-integers.size // 2), dtype=np.uint8)
+                connection.receive_into(packed.data)
+                integers[:] = _unpack(packed)[: integers.size]
+                for view, part in copies:
+                    view[:] = part
+            return
         for memory, copies in self._parts(buffer, staging):
             connection.receive_into(memory)
             for view, part in copies:
                 view[:] = part
+
+    def _blocks(self, buffer: Tensor, staging: Staging) -> Iterator[tuple[np.ndarray, Iterator[_Copy]]]:
+        """Yield the memory of equal numbers of elements, and the copies between it and the buffer.
+
+        Two elements of 4 bits share a byte, so both sides have to cut the elements at the same places.
+        """
+        array = _array(buffer)
+        for rows in _equal_blocks(self.rows, STAGING):
+            piece = _Piece(tuple(rows), sum(r.numel for r in rows), False)
+            packed = staging.like(array, piece.numel)
+            yield packed, _views(array, piece, packed)
 
     def _parts(self, buffer: Tensor, staging: Staging) -> Iterator[tuple[memoryview, Iterator[_Copy]]]:
         """Yield the memory that is sent with each call, and the copies between it and the buffer.
@@ -256,6 +290,37 @@ def _pieces(found: Collection[Rows], itemsize: int) -> Iterator[_Piece]:
         yield _Piece(tuple(rows), numel, False)
 
 
+def _equal_blocks(found: Iterable[Rows], size: int) -> Iterator[list[Rows]]:
+    """Yield the same elements in the same order, `size` elements at a time."""
+    block, room, left = list[Rows](), size, deque(found)
+    while left:
+        rows = left.popleft()
+        if rows.numel > room:
+            rows, *rest = _cut(rows, room)
+            left.extendleft(reversed(rest))
+        block.append(rows)
+        room -= rows.numel
+        if not room:
+            yield block
+            block, room = [], size
+    if block:
+        yield block
+
+
+def _cut(rows: Rows, most: int) -> Iterator[Rows]:
+    """Yield the same elements in the same order: first at most `most` of them, then the others."""
+    start, length, number, stride = rows
+    whole = most // length
+    if whole:
+        yield Rows(start, length, whole, stride)
+        yield Rows(start + whole * stride, length, number - whole, stride)
+    else:
+        yield Rows(start, most)
+        yield Rows(start + most, length - most)
+        if number > 1:
+            yield Rows(start + stride, length, number - 1, stride)
+
+
 def _array(buffer: Tensor) -> np.ndarray:
     """Return the memory of a flat tensor as unsigned integers of the same size: NumPy has no bf16."""
     return buffer.view(torch.uint8).numpy().view(f"u{buffer.element_size()}")
@@ -271,3 +336,16 @@ def _views(array: np.ndarray, piece: _Piece, packed: np.ndarray) -> Iterator[_Co
             packed[at : at + rows.numel].reshape(shape),
         )
         at += rows.numel
+
+
+def _pack(integers: np.ndarray) -> np.ndarray:
+    """Return integers of 4 bits with two in each byte: the first in its lower half."""
+    flat = integers.reshape(-1)
+    packed = flat[0::2].copy()
+    packed[: flat.size // 2] |= flat[1::2] << 4
+    return packed
+
+
+def _unpack(packed: np.ndarray) -> np.ndarray:
+    """Return the integers of `_pack`, and one more if their number is odd."""
+    return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)

@@ -190,6 +190,14 @@ def all_reduce(full: Tensor, group: Group) -> Pending:
     return Pending([dist.all_reduce(full, group=group, async_op=True)], record=record)
 
 
+def all_reduce_max(full: Tensor, group: Group) -> Pending:
+    """Replace each element of `full` by the largest one over the ranks, in place."""
+    if group is None:
+        return Pending(())
+    record = RECORDER.launch("all_reduce", group, full.nbytes)
+    return Pending([dist.all_reduce(full, dist.ReduceOp.MAX, group=group, async_op=True)], record=record)
+
+
 def all_gather_row(row: Tensor, group: Group) -> tuple[Tensor, Pending]:
     """Gather a small vector `row` [k] from each of n ranks. Return (a new tensor [n, k], the operation in flight)."""
     out = row.new_empty(size(group), row.numel())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ndtrain.config import Config, ConfigError, LocalShapes, ModelConfig, OptimConfig, RecomputeConfig, TPConfig
 from ndtrain.config.name_patterns import check_patterns
 from ndtrain.config.registry import get
-from ndtrain.config.schema import PrecisionConfig
+from ndtrain.config.schema import DILOCO, PrecisionConfig
 from ndtrain.device.gpu import use_gpu
 from ndtrain.device.kind import kind_of
 from ndtrain.mesh.host_device import host_threads, using_threads
@@ -86,6 +86,7 @@ def state_plan(cfg: Config) -> StatePlan:
         spec=optimizer.state_spec(cfg.optim),
         sharded_spec=not optimizer.whole_tensors,
         ema=cfg.optim.ema is not None,
+        outer=cfg.islands.count > 0 and cfg.islands.sync == DILOCO,
         offload=cfg.optim.offload,
     )
 
@@ -394,6 +395,7 @@ def initialise(stages: Stages, seed: int, draw: Draw = standard_normal, only: Co
         fill_all(pieces, stages.model, seed, draw, threads, partial(use_gpu, stages.units.device))
     stages.units.weights_changed()
     stages.units.start_average()
+    stages.units.start_outer()
 
 
 def _check_declared(models: Iterable[nn.Module], layouts: Layouts) -> list[str]:

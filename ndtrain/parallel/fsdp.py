@@ -153,6 +153,13 @@ class ShardedUnits:
             if unit.ema is not None:
                 unit.ema.copy_(unit.master)
 
+    def start_outer(self) -> None:
+        """Set the outer weights, if there are any, to the weights, and their momentum to zero."""
+        for unit in self.units.values():
+            if unit.outer is not None:
+                unit.outer.copy_(unit.master)
+                unit.outer_momentum.zero_()
+
     # --------------------------------------------------------------------------------------------------- gradients
 
     def open(self, name: str) -> None:

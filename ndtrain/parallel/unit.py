@@ -30,6 +30,7 @@ class StatePlan:
         sharded_spec: True if the state is sharded like the weights. Otherwise the owners of whole tensors hold it
             (`whole_tensors.py`).
         ema: True if there is an average of the weights.
+        outer: True if there are outer weights and their momentum (`islands.sync=diloco`), in host memory.
         offload: True if master, optimizer state and average are in host memory.
     """
 
@@ -39,6 +40,7 @@ class StatePlan:
     spec: tuple[StateSpec, ...]
     sharded_spec: bool = True
     ema: bool = False
+    outer: bool = False
     offload: bool = False
 
 
@@ -83,6 +85,7 @@ class Unit:
             weight. Their `.grad` are views of `full_grad`.
         full: all local elements in compute precision; its storage is empty while the unit is resharded.
         master, grad, ema: this rank's shard in master precision; ema: None without an average.
+        outer, outer_momentum: the shard's outer weights and their momentum; None without `islands.sync=diloco`.
         state: the optimizer's state tensors of the shard, by name.
         gather_source: this rank's elements that gathers send: the master, or if it is offloaded a copy on the device.
         full_grad: the unsharded gradient; None while this rank does not hold it.
@@ -104,6 +107,8 @@ class Unit:
     full_grad: Tensor | None
     grad_at: tuple[Tensor, int]
     ema: Tensor | None = None
+    outer: Tensor | None = None
+    outer_momentum: Tensor | None = None
     gather: Pending | None = None
     with_gradient: list[tuple[str, nn.Parameter]] = field(init=False)
 
@@ -118,7 +123,7 @@ class Unit:
         return [p for _, p in self.with_gradient if p.ndim > 1]
 
     def buffer(self, name: str) -> Tensor:
-        """Return this rank's shard of the master weights, the average or a state tensor, by name."""
+        """Return this rank's shard of the weights, of a copy of them or of a state tensor, by name."""
         return self.state[name] if name in self.state else getattr(self, name)
 
 
@@ -164,6 +169,8 @@ def allocate(
             full_grad=buffers.grad[at : at + layout.numel] if residency.holds_full_grad else None,
             grad_at=(buffers.grad, grad_start),
             ema=None if buffers.ema is None else buffers.ema[span],
+            outer=None if buffers.outer is None else buffers.outer[span],
+            outer_momentum=None if buffers.outer_momentum is None else buffers.outer_momentum[span],
         )
         if not resident:
             resize(units[name].full, 0)
@@ -184,7 +191,8 @@ class _Buffers:
 
     Attributes:
         full: all local elements, if they stay unsharded.
-        master, source, ema, state: the rank's shards. Gathers send `source`, unless they send a part of `full`.
+        master, source, ema, outer, outer_momentum, state: the rank's shards. Gathers send `source`, unless they send a
+            part of `full`.
         grad: the gradient of all local elements, or of the rank's shards.
         empty: makes the buffer of one unit with this number of elements, if units do not stay unsharded.
     """
@@ -195,6 +203,8 @@ class _Buffers:
     grad: Tensor
     state: dict[str, Tensor]
     ema: Tensor | None
+    outer: Tensor | None
+    outer_momentum: Tensor | None
     empty: Callable[[int], Tensor]
 
     @classmethod
@@ -203,7 +213,8 @@ class _Buffers:
         residency, shard = Residency.of(plan, shards), local // shards
         resident = not residency.reshard_after_forward
         zeros = lambda n, dtype: torch.zeros(n, dtype=dtype, device=device)
-        stored = lambda dtype: torch.zeros(shard, dtype=dtype, device=host_of(device) if plan.offload else device)
+        on_host = lambda dtype: torch.zeros(shard, dtype=dtype, device=host_of(device))
+        stored = lambda dtype: on_host(dtype) if plan.offload else torch.zeros(shard, dtype=dtype, device=device)
         master = None if residency.shares_master else stored(plan.master)
         return cls(
             full=zeros(local, plan.compute) if resident else None,
@@ -212,6 +223,8 @@ class _Buffers:
             grad=zeros(local if residency.holds_full_grad else shard, plan.master),
             state={s.name: stored(s.dtype or plan.master) for s in plan.spec if plan.sharded_spec},
             ema=stored(plan.master) if plan.ema else None,
+            outer=on_host(plan.master) if plan.outer else None,
+            outer_momentum=on_host(plan.master) if plan.outer else None,
             empty=lambda n: zeros(n, plan.compute),
         )
 
@@ -224,12 +237,14 @@ class StateBytes(NamedTuple):
         gradient: the unsharded gradient, or the shard's gradient.
         sharded: the shard's master weights, optimizer state and average.
         offloaded: True if the `sharded` bytes are in host memory.
+        outer: the shard's outer weights and their momentum, which always are.
     """
 
     weights: int
     gradient: int
     sharded: int
     offloaded: bool
+    outer: int = 0
 
     @property
     def on_device(self) -> int:
@@ -237,7 +252,7 @@ class StateBytes(NamedTuple):
 
     @property
     def on_host(self) -> int:
-        return self.sharded if self.offloaded else 0
+        return self.outer + (self.sharded if self.offloaded else 0)
 
 
 @lru_cache(maxsize=4096)
@@ -256,6 +271,7 @@ def state_bytes(plan: StatePlan, shards: int, numel: int) -> StateBytes:
         gradient=count(buffers.grad),
         sharded=count(buffers.master, *buffers.state.values(), buffers.ema),
         offloaded=plan.offload,
+        outer=count(buffers.outer, buffers.outer_momentum),
     )
 
 

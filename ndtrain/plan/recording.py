@@ -15,7 +15,7 @@ from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.plan.operators import flops_of
 
 ACTIVATIONS, BACKWARD = "activations", "gradients of activations"
-STATE = ("parameters", "gradients", "master weights", "optimizer state", "average")
+STATE = ("parameters", "gradients", "master weights", "optimizer state", "average", "outer weights")
 HOST = "host: "  # prefix of a kind in host memory
 
 
@@ -150,6 +150,7 @@ def classify_state(recording: Recording, units: ShardedUnits) -> None:
     recording.classify("parameters", *(u.gather_source for u in each))
     recording.classify("gradients", *(u.grad for u in each), *(u.full_grad for u in each))
     recording.classify(f"{host}average", *(u.ema for u in each))
+    recording.classify(f"{HOST}outer weights", *(x for u in each for x in (u.outer, u.outer_momentum)))
     if units.whole_tensors is not None:
         recording.classify("optimizer state", *(x for t in units.whole_tensors.tensors for x in t.state.values()))
     recording.resizes(u.full for u in each if u.residency.reshard_after_forward)

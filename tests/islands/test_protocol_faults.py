@@ -130,8 +130,8 @@ def lost_rows_are_taken_over_twice(patch: Patch) -> None:
 
 
 def _change_rows(patch: Patch, opening_of: Callable) -> None:
-    def compose(number, reports, batch, rows):
-        epoch = unplanned_epoch(number, reports, batch, rows)
+    def compose(number, reports, batch, rows, *more):
+        epoch = unplanned_epoch(number, reports, batch, rows, *more)
         return replace(epoch, opening=opening_of(epoch, rows)) if rows else epoch
 
     patch.setattr(protocol, "unplanned_epoch", compose)

@@ -1,0 +1,186 @@
+"""The tasks of an island: what its leader has been told to do, on all its ranks."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndtrain.islands.exchange import Exchange
+from ndtrain.islands.leader import Leader
+from ndtrain.islands.orders import CatchUp, Heal, Order, Stop, Work
+from ndtrain.islands.reading import Gone
+from ndtrain.islands.wire import WireError
+from ndtrain.mesh.collectives import all_reduce
+from ndtrain.mesh.json_messages import broadcast_json
+from ndtrain.mesh.mesh import Mesh
+
+_PATIENCE_S = 5.0  # between two messages of rank 0 to the others while the island waits
+_PAUSE_S = 0.1  # before an order is carried out again that has failed
+_SMOOTHING = 0.8  # of the measured speed, per step
+
+
+@dataclass(frozen=True)
+class Task:
+    """An order, as rank 0 passes it on to the ranks of its island.
+
+    Attributes:
+        kind: "work", "catch up", "heal", "stop", or "wait": nothing is to be done yet.
+        rows: the rows that the island computes.
+        names: work: the sharers, in order; catch up and heal: the islands to read from.
+        connect: name -> the life of an island and the addresses of its ranks, for the islands to read from.
+        teaches: as in `Work`.
+        reason: stop: why, unless it is the planned end.
+        late: True if the other islands have waited for this one's gradient for longer than the grace time.
+    """
+
+    kind: str
+    step: int = 0
+    epoch: int = 0
+    rows: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    connect: Mapping[str, tuple[str, tuple[str, ...]]] | None = None
+    teaches: bool = False
+    reason: str = ""
+    late: bool = False
+
+
+class Tasks:
+    """Passes the tasks of rank 0's leader on to all ranks of the island, and their results back.
+
+    Create one on every rank, and call the same methods in the same order.
+
+    Args:
+        exchange: this rank's.
+        leader: of the island, on rank 0.
+        asked: returns another number than 0 if somebody wants the run to stop.
+        tell: prints a line for the user.
+
+    Attributes:
+        name: of the island.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        exchange: Exchange,
+        leader: Leader | None,
+        asked: Callable[[], float],
+        tell: Callable[[str], None],
+    ):
+        self.exchange, self.leader, self.tell = exchange, leader, tell
+        self._mesh, self._asked, self._speed = mesh, asked, 0.0
+        self.name = self._from_rank_0(leader and leader.me.name)
+
+    def _from_rank_0(self, value: Any) -> Any:
+        return value if self._mesh.world is None else broadcast_json(value, self._mesh.world, self._mesh.device)
+
+    def next(self) -> Task:
+        """Return what all ranks have to do now. Wait for it for some seconds."""
+        task = self._task_of(self.leader.wait_for_order(_PATIENCE_S)) if self.leader else None
+        if self.leader:
+            for line in self.leader.messages():
+                self.tell(line)
+        if self._mesh.world is None:
+            return task
+        return _task_of(self._from_rank_0(task and dict(task.__dict__)))
+
+    def wait_for_the_others(self) -> None:
+        """Serve this island's gradients until no other island needs them."""
+        while self.next().kind != "stop":
+            pass
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self.leader:
+            self.leader.close()
+        self.exchange.close()
+
+    def source(self, task: Task) -> str:
+        """Return the island that this rank reads from. Ranks spread over all that it may read from."""
+        return task.names[self._mesh.rank % len(task.names)]
+
+    def measured(self, rows_per_s: float) -> None:
+        """Record how fast the island has computed."""
+        self._speed = _SMOOTHING * self._speed + (1 - _SMOOTHING) * rows_per_s if self._speed else rows_per_s
+        if self.leader:
+            self.leader.set_speed(self._speed)
+
+    def agree(self, task: Task, complete: bool) -> bool:
+        """Return True if all ranks have the sum, and the step still belongs to this epoch."""
+        if self.leader and complete:
+            complete = self.leader.may_finish(task.step, task.epoch)
+        ok = self._all(complete)
+        if ok:
+            self.exchange.withdraw_state()
+        if self.leader:
+            self.leader.finish(task.step, ok)
+        if not ok:
+            time.sleep(_PAUSE_S)
+        return ok
+
+    def _all(self, ok: bool) -> bool:
+        missing = torch.tensor([0.0 if ok else 1.0], device=self._mesh.device)
+        all_reduce(missing, self._mesh.world).wait()
+        return not missing.item()
+
+    def heal(self, task: Task) -> Tensor | None:
+        """Read the state of another island. Return the numbers that belong to it, or None if a rank could not read."""
+        numbers, began = None, time.perf_counter()
+        try:
+            self.exchange.connect(task.connect or {})
+            numbers = self.exchange.read_state(task.step, self.source(task))
+        except Gone:
+            pass
+        ok = self._all(numbers is not None)
+        if self.leader:
+            ok = ok and self.leader.heal(task.step, task.epoch)
+        if not self._from_rank_0(ok):
+            return None
+        seconds = time.perf_counter() - began
+        self.tell(f"read the state after step {task.step} from {', '.join(task.names)} in {seconds:.1f} s")
+        return numbers
+
+    def _task_of(self, order: Order | None) -> Task:
+        try:
+            match order:
+                case Work(step, epoch, spans, sharers, teaches):
+                    rows = tuple(r for start, stop in spans for r in range(start, stop))
+                    names = tuple(x.name for x in sharers)
+                    late = self.leader.is_late(step)
+                    return Task("work", step, epoch, rows, names, self._places(sharers), teaches, late=late)
+                case CatchUp(step, epoch, sources):
+                    names = tuple(x.name for x in sources)
+                    return Task("catch up" if names else "wait", step, epoch, (), names, self._places(sources))
+                case Heal(step, epoch, sources):
+                    names = tuple(x.name for x in sources)
+                    return Task("heal" if names else "wait", step, epoch, (), names, self._places(sources))
+                case Stop(reason):
+                    return Task("stop", reason=reason)
+        except WireError:
+            time.sleep(_PAUSE_S)  # it will be lost, or answer later
+        return Task("stop" if self._asked() else "wait")
+
+    def _places(self, members: Sequence[Any]) -> dict[str, tuple[str, tuple[str, ...]]]:
+        others = (x for x in members if x.life != self.leader.me.life)
+        return {x.name: (x.life, tuple(self.leader.ranks_of(x))) for x in others}
+
+
+def _task_of(data: Any) -> Task:
+    """Return the task in a message of rank 0.
+
+    Raises:
+        ValueError: the message has another form.
+    """
+    match data:
+        case {
+            "kind": str(kind), "step": int(step), "epoch": int(epoch), "rows": list(rows), "names": list(names),
+            "connect": None | dict() as connect, "teaches": bool(teaches), "reason": str(reason), "late": bool(late),
+            **rest,
+        } if not rest:  # fmt: skip
+            places = {str(name): (str(life), tuple(map(str, there))) for name, (life, there) in (connect or {}).items()}
+            listed = tuple(map(int, rows)), tuple(map(str, names))
+            return Task(kind, step, epoch, *listed, places, teaches, reason, late)
+    raise ValueError("rank 0 sent a message that is no task")
