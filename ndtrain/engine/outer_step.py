@@ -41,8 +41,9 @@ def outer_lr(islands: int) -> float:
 class Exchanges:
     """The exchanges of a run: when each of them happens, and which units it is of.
 
-    Exchange k is offered after inner step k x steps / fragments, and its sum is used `delay` inner steps later. The
-    last one is of all units, and has no delay. So all islands end with the same weights.
+    Exchange k is offered after inner step k x every, and its sum is used `delay` inner steps later. The last one is
+    of all units, after the last step. So all islands end with the same weights. An exchange that would not end before
+    it is left out.
 
     Attributes:
         every: inner steps from one exchange to the next.
@@ -61,19 +62,19 @@ class Exchanges:
 
     @property
     def count(self) -> int:
-        return -(-self.last // self.every)
+        return 1 + max(0, self.last - self.delay - 1) // self.every
 
     def begins(self, k: int) -> int:
         """Return the inner step after which an exchange is offered."""
-        return min(k * self.every, self.last)
+        return self.last if k >= self.count else k * self.every
 
     def ends(self, k: int) -> int:
         """Return the inner step after which the sum of an exchange is used."""
-        return self.last if k >= self.count else min(k * self.every + self.delay, self.last) if k else 0
+        return self.last if k >= self.count else k * self.every + self.delay if k else 0
 
     def done_at(self, step: int) -> int:
         """Return the number of exchanges whose sums are used after an inner step."""
-        return self.count if step >= self.last else max(0, (step - self.delay) // self.every)
+        return self.count if step >= self.last else max(0, min(self.count - 1, (step - self.delay) // self.every))
 
     def units(self, k: int, units: list[str]) -> list[str]:
         """Return the units of an exchange: every `fragments`-th one, so that fragments are about equally large."""

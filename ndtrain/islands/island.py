@@ -35,6 +35,7 @@ from ndtrain.islands.orders import (
 from ndtrain.islands.peers import Peers
 
 PER_DOOR = 4  # signs of life for each message to the known addresses
+LOST_WEIGHTS = "the island with the newest weights was lost while they were read: start this one again"
 UNEVEN = 1.25  # shares are changed if the slowest island then gets faster by this factor
 SETTLED = 50  # steps after which a new epoch's shares may be changed
 
@@ -199,6 +200,10 @@ class Island:
             self._beat()
         self._answer()
         self._work_off()
+
+    def begin_heal(self) -> None:
+        """Record that the ranks begin to read another island's state. It replaces the one they have started with."""
+        self.start = Start(0, "", self.start.plan)
 
     def heal(self, step: int, epoch: int, now: float) -> bool:
         """Record that all ranks have the state after a step. Return False if it is of no use any more."""
@@ -643,7 +648,10 @@ class Island:
         """Set the position of this island to its place in a new epoch."""
         name, is_member = self.me.name, epoch.has_life(self.me.life)
         if is_member and self.done is None and name in epoch.holders:
-            self.done = epoch.begin - 1
+            if self.start.weights:
+                self.done = epoch.begin - 1
+            else:
+                self.refused = LOST_WEIGHTS
         elif is_member and name in epoch.learners:
             self.done = None
         elif not is_member and self.done is not None and not (self.leaving and not epoch.holders):

@@ -20,7 +20,7 @@ from ndtrain.checkpoint.saving import flush_to_disk
 from ndtrain.islands.epoch import Member, epoch_of, member_of
 from ndtrain.islands.island import Island
 from ndtrain.islands.messages import Start, ballot_of, from_json, to_json
-from ndtrain.islands.orders import Cancel, Order, Rules, Save, Saved, Send, Stop, Tell, Work
+from ndtrain.islands.orders import Cancel, Heal, Order, Rules, Save, Saved, Send, Stop, Tell, Work
 from ndtrain.islands.shelf import CANCEL
 from ndtrain.islands.wire import Connection, Listener, Refused, WireError, connect, split_address
 
@@ -112,7 +112,10 @@ class Leader:
         """Wait for what the island has to do. Return None if there is nothing to do within `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self.island.order() is not None, seconds)
-            return Stop(self._failure) if self._failure else self.island.order()
+            order = Stop(self._failure) if self._failure else self.island.order()
+            if isinstance(order, Heal) and order.sources:
+                self.island.begin_heal()
+            return order
 
     def is_current(self, order: Order) -> bool:
         """Return True if the island still has to do this."""

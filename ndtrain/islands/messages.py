@@ -20,7 +20,8 @@ class Start:
 
     Attributes:
         step: the number of finished steps.
-        weights: a text that is equal for two processes only if their weights are equal.
+        weights: a text that is equal for two processes only if their weights are equal; empty: it has lost them,
+            because it did not read another island's state to the end.
         plan: everything that all islands must have in common, key -> value as text.
     """
 

@@ -80,7 +80,7 @@ def _positions(reports: Sequence[Report]) -> tuple[int, tuple[str, ...], tuple[s
         has_sum = any(r.has_sum for r in reports if r.done == last)
         behind = {name for name, step in done.items() if step < (last - 1 if has_sum else last)}
         return last, holders, tuple(n for r in reports if (n := r.member.name) not in done or n in behind)
-    newest = max(reports, key=lambda r: r.start.step).start
+    newest = max(reports, key=lambda r: (r.start.step, bool(r.start.weights))).start
     same = lambda r: (r.start.step, r.start.weights) == (newest.step, newest.weights)
     holders = tuple(r.member.name for r in reports if same(r))
     return newest.step, holders, tuple(r.member.name for r in reports if not same(r))

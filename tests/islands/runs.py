@@ -69,6 +69,16 @@ class Islands:
         args = [*self.args, *mesh, *islands, f"run.dir={self.folder / name}", "islands.wait_s=120", *more]
         self._running[name] = self._stack.enter_context(started_ranks(rank_main, ranks, args))
 
+    def wait_for_door(self) -> None:
+        """Wait until an island listens at the known address."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.door)) == 0:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(self.failures())
+
     def kill(self, name: str) -> None:
         """End all processes of an island at once, without a chance to say anything."""
         for p in self._running[name][0]:

@@ -221,6 +221,14 @@ class Ambush(SlowScene):
                     self.later(1 + self.random.random(), lambda name=name: self.start(name))
 
 
+class RareExchanges(Ambush):
+    """A cluster with the rules of `islands.sync=diloco`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rules = replace(self.rules, ahead=1, learners_share=True)
+
+
 class FixedAddresses(Ambush):
     """A cluster whose islands listen at the same address after a restart. Messages to the old process reach the new."""
 

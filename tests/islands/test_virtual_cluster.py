@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.islands import virtual
-from tests.islands.scenes import Ambush, FixedAddresses, Scene, play, storm
+from tests.islands.scenes import Ambush, FixedAddresses, RareExchanges, Scene, play, storm
 from tests.islands.virtual import Violation
 
 STEPS = 30
@@ -54,6 +54,12 @@ def test_storm_bursts_of_faults_break_no_promise(islands):
         check(storm, seed, islands, 8, 60)
 
 
+@pytest.mark.parametrize("islands", STORMS)
+def test_storm_rare_exchanges_break_no_promise(islands):
+    for seed in range(STORMS[islands][0] // 2):
+        check(storm, seed, islands, 8, 60, RareExchanges)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("islands", RANDOM_RUNS)
@@ -65,7 +71,7 @@ def test_run_many_random_faults_breaks_no_promise(islands, chunk):
 
 @pytest.mark.full
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-@pytest.mark.parametrize("cluster", [Scene, Ambush, FixedAddresses])
+@pytest.mark.parametrize("cluster", [Scene, Ambush, FixedAddresses, RareExchanges])
 @pytest.mark.parametrize("islands", STORMS)
 def test_storm_many_bursts_of_faults_break_no_promise(islands, cluster, chunk):
     count = STORMS[islands][1] // CHUNKS

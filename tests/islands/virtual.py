@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from ndtrain.islands.epoch import Epoch, Member
-from ndtrain.islands.island import Island
+from ndtrain.islands.island import LOST_WEIGHTS, Island
 from ndtrain.islands.messages import Start, from_json, to_json
 from ndtrain.islands.orders import Cancel, CatchUp, Heal, Rules, Save, Saved, Send, Stop, Work
 
@@ -232,7 +232,9 @@ class Cluster:
         match order:
             case Stop(reason):
                 process.stopped = True
-                if reason or (process.island.done or 0) < self.rules.last:
+                if reason == LOST_WEIGHTS:
+                    self.later(0.1, lambda: self.start_again(process))
+                elif reason or (process.island.done or 0) < self.rules.last:
                     self.over[process.member.name] = reason
                     self.later(0.1, lambda: self.is_running(process) and self.kill(process.member.name))
             case Work(step, _, rows, _, _):
@@ -247,7 +249,15 @@ class Cluster:
                 self.later(self.random.uniform(0.005, 0.05), lambda: self.catch_up(process, task, step, sources))
             case Heal(step, epoch, sources):
                 rank.kind = "heal"
+                if sources:
+                    process.island.begin_heal()
                 self.later(0.005, lambda: self.begin_heal(process, task, step, epoch, sources))
+
+    def start_again(self, process: Process) -> None:
+        """End a process that has failed, and start its island again, as a launcher does."""
+        if self.is_running(process):
+            self.kill(process.member.name)
+            self.start(process.member.name)
 
     def is_current(self, process: Process, task: int) -> bool:
         return self.is_running(process) and process.rank.task == task
