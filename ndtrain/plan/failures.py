@@ -100,6 +100,23 @@ def mtbf_of_all(replicas: Replicas, mtbf: float) -> float:
     return mtbf / max(present * absent ** (replicas.count - 1), mtbf / NEVER)
 
 
+def chance_without_quorum(count: int, takeover: float, replicas_mtbf: float) -> float:
+    """Return the probability that a failure leaves too few islands to go on.
+
+    Each failure is followed by `takeover`, after which the islands that are left agree to go on. More than half of the
+    members before may do so, or half of them if the first one is among them, which is assumed in half of the cases. So
+    the run waits if too many others fail before they agree. Of two islands, only the failure of both counts here.
+
+    Args:
+        count: the number of islands, all of which are present.
+        replicas_mtbf: mean time between failures of one island.
+    """
+    fails = -math.expm1(-takeover / replicas_mtbf)
+    chance = lambda others: math.comb(count - 1, others) * fails**others * (1 - fails) ** (count - 1 - others)
+    too_few = sum(chance(others) for others in range(count // 2, count))
+    return too_few + (chance(count // 2 - 1) / 2 if count % 2 == 0 and count > 2 else 0.0)
+
+
 def with_replicas(interval: float, saving: Saving, restart: float, replicas: Replicas, mtbf: float) -> Shares:
     """Return how a run spends its time if its replicas are lost one at a time.
 
