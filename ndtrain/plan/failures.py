@@ -111,9 +111,17 @@ def chance_without_quorum(count: int, takeover: float, replicas_mtbf: float) -> 
         count: the number of islands, all of which are present.
         replicas_mtbf: mean time between failures of one island.
     """
-    fails = -math.expm1(-takeover / replicas_mtbf)
-    chance = lambda others: math.comb(count - 1, others) * fails**others * (1 - fails) ** (count - 1 - others)
-    too_few = sum(chance(others) for others in range(count // 2, count))
+    if not takeover:
+        return 0.0
+    fails, others = -math.expm1(-takeover / replicas_mtbf), count - 1
+    chance = lambda k: math.exp(  # of k failures among the others; binomials of many islands exceed a float
+        math.lgamma(others + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(others - k + 1)
+        + k * math.log(fails)
+        - (others - k) * takeover / replicas_mtbf
+    )
+    too_few = sum(chance(k) for k in range(count // 2, count))
     return too_few + (chance(count // 2 - 1) / 2 if count % 2 == 0 and count > 2 else 0.0)
 
 
