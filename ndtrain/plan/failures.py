@@ -103,9 +103,9 @@ def mtbf_of_all(replicas: Replicas, mtbf: float) -> float:
 def chance_without_quorum(count: int, takeover: float, replicas_mtbf: float) -> float:
     """Return the probability that a failure leaves too few islands to go on.
 
-    Each failure is followed by `takeover`, after which the islands that are left agree to go on. More than half of the
-    members before may do so, or half of them if the first one is among them, which is assumed in half of the cases. So
-    the run waits if too many others fail before they agree. Of two islands, only the failure of both counts here.
+    Each failure is followed by `takeover`, after which the remaining islands agree to go on. If too many of them fail
+    before they agree, the run waits. More than half of the members before may go on. Half of them may if the first
+    member is among them, which is assumed in half of the cases. Of two islands, only the failure of both counts here.
 
     Args:
         count: the number of islands, all of which are present.

@@ -110,15 +110,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class IslandLoss:
-    """What happens if an island is lost. Times are in seconds.
+    """The loss of an island. Times are in seconds.
 
     Attributes:
         takeover_s: until the others go on without it.
         stalls: True if the others wait meanwhile.
         restart_s: until its processes have started again.
         lost_steps: steps of its work that count for nothing, on average.
-        unproven: share of failures after which the other one of two islands may not go on alone, because the first
-            host of the lost one does not answer.
+        unproven: share of failures after which the second of two islands may not go on alone. The first host of the
+            lost island does not answer then.
     """
 
     takeover_s: float

@@ -155,8 +155,8 @@ def as_text(result: Result) -> str:
         parts.append("\n".join(_about_islands(result, result.cluster.islands)))
     elif result.cluster.replicas > 1:
         parts.append(
-            f"replica-tolerant: {result.cluster.replicas} replicas; within one job ndtrain cannot continue without a "
-            "lost replica. With islands.count it can."
+            f"replica-tolerant: {result.cluster.replicas} replicas; a job of ndtrain cannot continue without a lost "
+            "replica, but islands can: islands.count"
         )
     return "\n\n".join(parts)
 
@@ -171,7 +171,7 @@ def _about_islands(result: Result, loss: IslandLoss) -> list[str]:
         "ranks with the same step time",
         f"a lost island: {waits} {duration(loss.takeover_s)}; it restarts in {duration(loss.restart_s)}, and reads the "
         f"state in {duration(cluster.heal_s)}",
-        f"all islands are lost {often(plan.all_lost_s)}; the others may not go on {often(plan.no_quorum_s)}",
+        f"all islands are lost: {often(plan.all_lost_s)}; the others may not go on: {often(plan.no_quorum_s)}",
     ]
 
 

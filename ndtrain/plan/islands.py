@@ -12,7 +12,7 @@ from ndtrain.plan.price import Prices
 from ndtrain.program.build import UnitFacts
 from ndtrain.program.step import StepProgram
 
-_COPIES = 3  # of the gradient shard: those of the last two steps, and the last sum
+_COPIES = 3  # of the gradient shard: the last two steps, and the last sum
 _ROOM = 3  # units that are in memory at a time, for each island that a rank reads from
 
 
@@ -37,7 +37,7 @@ def island_config(cfg: Config) -> Config:
 
 @dataclass(frozen=True)
 class Sync:
-    """What islands exchange, and when.
+    """The kind of the exchange between islands.
 
     Attributes:
         width: bytes of an element on the link.
