@@ -306,7 +306,7 @@ def test_goodput_of_decoupled_diloco(islands, paper, expected):
 
 def test_default_restart_is_too_long_for_a_million_chips():
     made = published(CHIPS_S, 8, loss(600.0, 0.0, stalls=False))
-    assert made["islands"] == pytest.approx(0.058, abs=0.001)
+    assert made["islands"] == pytest.approx(0.064, abs=0.001)
 
 
 def test_bandwidth_of_eight_data_centers():
