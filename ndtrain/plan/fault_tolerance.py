@@ -114,7 +114,7 @@ class IslandLoss:
 
     Attributes:
         takeover_s: until the others go on without it.
-        stalls: True if the others wait meanwhile.
+        hidden_steps: steps for which the others train on before they need what a lost island has sent.
         restart_s: until its processes have started again.
         lost_steps: steps of its work that count for nothing, on average.
         unproven: share of failures after which the second of two islands may not go on alone. The first host of the
@@ -122,7 +122,7 @@ class IslandLoss:
     """
 
     takeover_s: float
-    stalls: bool
+    hidden_steps: float
     restart_s: float
     lost_steps: float
     unproven: float
@@ -218,7 +218,7 @@ def _island_loss(cfg: Config, hardware: Hardware, assumed: Assumptions, ranks: i
     sync = Sync.of(cfg)
     return IslandLoss(
         takeover_s=cfg.islands.timeout_s if takeover is None else takeover,
-        stalls=sync.steps == 1,
+        hidden_steps=sync.delay,
         restart_s=assumed.detect_s + assumed.reschedule_s if restart is None else restart,
         lost_steps=sync.steps / 2,
         unproven=1 / assumed.mtbf_host_h / rate if count == 2 else 0.0,
@@ -253,7 +253,8 @@ def _islands(cluster: Cluster, loss: IslandLoss, step_s: float) -> Replicas:
     """
     rejoin = step_s / 2 + max(step_s, cluster.heal_s)
     absence = loss.restart_s + rejoin + loss.lost_steps * step_s
-    stall = (loss.takeover_s if loss.stalls else 0.0) + _without_quorum(cluster, loss) * absence
+    waiting = max(0.0, loss.takeover_s - loss.hidden_steps * step_s)
+    stall = waiting + _without_quorum(cluster, loss) * absence
     return Replicas(cluster.replicas, absence, stall)
 
 

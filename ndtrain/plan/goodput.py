@@ -164,13 +164,13 @@ def as_text(result: Result) -> str:
 def _about_islands(result: Result, loss: IslandLoss) -> list[str]:
     """Return lines about the loss of islands."""
     cluster, plan = result.cluster, result.plans[-1]
-    waits = "the others wait for" if loss.stalls else "the others do not wait, and take over after"
+    waits = loss.takeover_s - min(loss.takeover_s, loss.hidden_steps * result.step_s)
+    restarts = f"it restarts in {duration(loss.restart_s)}, and reads the state in {duration(cluster.heal_s)}"
     often = lambda seconds: f"every {duration(seconds)}" if seconds and seconds < LONG else "never"
     return [
         f"islands: {cluster.replicas} of {cluster.gpus // cluster.replicas} ranks; the other plans are one job of all "
         "ranks with the same step time",
-        f"a lost island: {waits} {duration(loss.takeover_s)}; it restarts in {duration(loss.restart_s)}, and reads the "
-        f"state in {duration(cluster.heal_s)}",
+        f"a lost island: the others wait for {duration(waits)}; {restarts}",
         f"all islands are lost: {often(plan.all_lost_s)}; the others may not go on: {often(plan.no_quorum_s)}",
     ]
 

@@ -200,7 +200,7 @@ def islands_plan(cluster: Cluster, step_s: float):
 
 FOUR = Cluster(
     gpus=4096, hosts=512, mtbf_s=36000, write_s=0, copy_s=0, load_s=0, heal_s=25, replicas=4,
-    islands=IslandLoss(takeover_s=10, stalls=True, restart_s=600, lost_steps=0.5, unproven=0),
+    islands=IslandLoss(takeover_s=10, hidden_steps=0, restart_s=600, lost_steps=0.5, unproven=0),
 )  # fmt: skip
 
 
@@ -212,10 +212,17 @@ def test_goodput_of_islands_equals_hand_calculation():
     assert made.shares.absent == pytest.approx(1 - present, abs=1e-5)
 
 
-def test_take_over_does_not_stall_without_gradients():
-    free = replace(FOUR, islands=replace(FOUR.islands, stalls=False, takeover_s=0, lost_steps=50))
-    made = islands_plan(free, step_s=10)
-    assert made.shares.training == pytest.approx(exp(-(600 + 5 + 25 + 500) / 144000), abs=1e-5)
+def test_others_do_not_wait_while_exchange_is_delayed():
+    """Steps of 10 s. A delay of half a step leaves 5 of the 10 s, a delay of two steps nothing."""
+    waits = lambda steps: islands_plan(replace(FOUR, islands=replace(FOUR.islands, hidden_steps=steps)), 10)
+    stalled = [waits(steps).shares.restarting for steps in (0, 0.5, 2)]
+    assert stalled[0] - stalled[2] == pytest.approx(10 * 3 / 144000, rel=0.01)
+    assert stalled[1] - stalled[2] == pytest.approx(5 * 3 / 144000, rel=0.01)
+
+
+def test_lost_island_loses_its_steps_since_last_exchange():
+    made = islands_plan(replace(FOUR, islands=replace(FOUR.islands, hidden_steps=2, lost_steps=50)), step_s=10)
+    assert made.shares.absent == pytest.approx(1 - exp(-(600 + 5 + 25 + 500) / 144000), abs=1e-5)
 
 
 def test_second_of_two_islands_waits_for_host_that_does_not_answer():
@@ -224,9 +231,10 @@ def test_second_of_two_islands_waits_for_host_that_does_not_answer():
     cluster = cluster_of(cfg, H100, assumed, 32)
     assert cluster.replicas == 2 and cluster.mtbf_s == pytest.approx(3600 / (32 / 1000 + 4 / 500))
     unproven = (1 / 500) / (16 / 1000 + 2 / 500)  # one host in two, and 16 GPUs
-    assert cluster.islands == IslandLoss(7, True, 100, 0.5, pytest.approx(unproven))
+    assert cluster.islands == IslandLoss(7, 0, 100, 0.5, pytest.approx(unproven))
     absence = 100 + 0.5 + 1 + 0.5  # steps of 1 s
     made = plans_of(cluster, Assumptions(detect_s=0, reschedule_s=0), 1.0)[-1]
+    assert cluster.heal_s < 1 and made.shares.absent == pytest.approx(absence / (2 * cluster.mtbf_s), rel=1e-3)
     both = 1 - exp(-7 / (2 * cluster.mtbf_s))
     stalled = 7 + (unproven + both) * absence
     assert made.shares.restarting == pytest.approx(1 - exp(-stalled / (2 * cluster.mtbf_s)), rel=0.02)
@@ -263,8 +271,8 @@ def test_goodput_command_prints_islands(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------------------ published
 
 
-def loss(restart_s: float, takeover_s: float, stalls: bool) -> IslandLoss:
-    return IslandLoss(takeover_s, stalls, restart_s, lost_steps=0.0, unproven=0.0)
+def loss(restart_s: float, takeover_s: float) -> IslandLoss:
+    return IslandLoss(takeover_s, 0.0, restart_s, lost_steps=0.0, unproven=0.0)
 
 
 def published(mtbf_s: float, islands: int, lost: IslandLoss, **times) -> dict[str, float]:
@@ -278,13 +286,13 @@ def published(mtbf_s: float, islands: int, lost: IslandLoss, **times) -> dict[st
 def test_goodput_of_fault_tolerant_hsdp(replicas, expected):
     """arXiv 2602.00277: 100,000 GPUs, a failure every 18 minutes. Restarts of 10 minutes leave 44 %, replicas that
     stall the others for 3 minutes 80 %. The number of replicas is not known: any from 8 to 32 is within 5 points."""
-    made = published(18 * 60, replicas, loss(10 * 60, 3 * 60, stalls=True))
+    made = published(18 * 60, replicas, loss(10 * 60, 3 * 60))
     assert made["islands"] == pytest.approx(expected, abs=0.001) and abs(made["islands"] - 0.80) < 0.05
 
 
 def test_goodput_of_synchronous_job_on_100000_gpus():
     """44 % is (18 - 10) / 18: each failure costs 10 minutes. Here failures that strike during a recovery share them."""
-    stall = loss(10 * 60, 3 * 60, stalls=True)
+    stall = loss(10 * 60, 3 * 60)
     assert published(18 * 60, 16, stall)["asynchronous"] == pytest.approx(exp(-10 / 18), abs=0.001)  # 57 %
     saved = published(18 * 60, 16, stall, copy_s=5.0, write_s=120.0)["asynchronous"]
     assert saved == pytest.approx(0.465, abs=0.001) and abs(saved - 0.44) < 0.05
@@ -298,14 +306,14 @@ RESTART_S = 34.4  # the one figure that is fitted: it gives the 27 % of the job 
 def test_goodput_of_decoupled_diloco(islands, paper, expected):
     """arXiv 2604.21428, 1.2 million chips. Two learners of 600,000 chips have 70 % there: a learner goes on without a
     lost slice, an island stops as a whole."""
-    made = published(CHIPS_S, islands, loss(RESTART_S, 0.0, stalls=False))
+    made = published(CHIPS_S, islands, loss(RESTART_S, 0.0))
     assert made["synchronous"] == pytest.approx(0.27, abs=0.001)
     assert made["islands"] == pytest.approx(expected, abs=0.001)
     assert paper is None or abs(made["islands"] - paper) < 0.05
 
 
 def test_default_restart_is_too_long_for_a_million_chips():
-    made = published(CHIPS_S, 8, loss(600.0, 0.0, stalls=False))
+    made = published(CHIPS_S, 8, loss(600.0, 0.0))
     assert made["islands"] == pytest.approx(0.064, abs=0.001)
 
 
