@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ndtrain.config import Config
-from ndtrain.config.schema import resolved
+from ndtrain.config.schema import DILOCO, resolved
 from ndtrain.islands.epoch import Member, split_rows
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.price import Prices
 from ndtrain.program.build import UnitFacts
 from ndtrain.program.step import StepProgram
 
-_COPIES = 3  # of the gradient shard: the last two steps, and the last sum
+_SENT = 2  # copies of the gradient shard that others may read: the last two steps
+CODECS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}  # bytes of an element, without the scales of the rows
 _ROOM = 3  # units that are in memory at a time, for each island that a rank reads from
 
 
@@ -44,17 +45,24 @@ class Sync:
         steps: steps between two exchanges of the same elements.
         fragments: parts of the elements, which are exchanged one after another during `steps`.
         delay: steps that a fragment may take while training continues.
+        master: bytes of an element of the master weights and of the sum of all islands.
+        outer: True if there is an outer optimizer, with weights and a momentum of its own (`islands.sync=diloco`).
     """
 
     width: float
     steps: int = 1
     fragments: int = 1
     delay: int = 0
+    master: int = 4
+    outer: bool = False
 
     @classmethod
     def of(cls, cfg: Config) -> "Sync":
-        """Return what the islands of a resolved configuration exchange: the gradients of each step."""
-        return cls(DTYPES[cfg.precision.params].itemsize)
+        """Return what the islands of a resolved configuration exchange."""
+        i, master = cfg.islands, DTYPES[cfg.precision.params].itemsize
+        if i.sync == DILOCO:
+            return cls(CODECS[i.codec], i.inner_steps, i.fragments, i.delay, master, outer=True)
+        return cls(master, master=master)
 
 
 @dataclass(frozen=True)
@@ -157,4 +165,8 @@ def exchange_of(sync: Sync, link: Link, shards: Shards, islands: int, step_s: fl
 
 def host_bytes(sync: Sync, shards: Shards, islands: int) -> int:
     """Return the host memory that the exchange needs on the rank with the largest shard."""
-    return int(sync.width * (_COPIES * shards.largest + (islands - 1) * _ROOM * shards.largest_unit))
+    room = (islands - 1) * _ROOM * shards.largest_unit
+    copies = 1.0  # the last sum
+    if sync.outer:  # outer weights and momentum, the change of a fragment, and its weights if training continues
+        copies += 2 + (2 if sync.delay else 1) / sync.fragments
+    return int(sync.width * (_SENT * shards.largest + room) + sync.master * copies * shards.largest)

@@ -111,6 +111,39 @@ def test_fragments_are_hidden_behind_delay(name):
     assert made.seconds == pytest.approx(1.25 * sync.fragments / sync.steps)
 
 
+def test_outer_optimizer_needs_more_host_memory():
+    """1000 elements: sent twice in 1 byte, room for 2 x 3 x 300, then in 4 bytes the sum, the outer weights, their
+    momentum, and two copies of a quarter."""
+    made = exchange_of(Sync(1, 8, 4, delay=1, outer=True), LINK, SHARDS, islands=3, step_s=1.0)
+    assert made.host_bytes == 2000 + 1800 + 4 * (3 * 1000 + 2 * 250)
+    at_once = exchange_of(Sync(1, 8, 4, outer=True), LINK, SHARDS, islands=3, step_s=1.0)
+    assert at_once.host_bytes == made.host_bytes - 4 * 250
+
+
+def test_sync_is_read_from_configuration():
+    diloco = "islands.count=2 islands.sync=diloco islands.inner_steps=20 islands.fragments=4 islands.delay=3"
+    assert Sync.of(configured("islands.count=2", 1)) == Sync(4)
+    assert Sync.of(configured(f"{diloco} islands.codec=int4", 1)) == Sync(0.5, 20, 4, 3, 4, outer=True)
+    assert Sync.of(configured("islands.count=2 precision.params=fp64 precision.compute=fp64", 1)) == Sync(8, master=8)
+
+
+def test_diloco_hides_slow_link():
+    """30 steps of gradients in fp32 are one exchange in int8: 120 times fewer bytes. A delay hides the rest."""
+    slow = replace(H100, island_gb_s=0.01, island_latency_s=0.0)
+    of = lambda more: Predictor(slow).predict(configured(f"islands.count=2 {more}", 1)).islands
+    each, rare = of("islands.sync=gradients"), of("islands.sync=diloco islands.inner_steps=30 islands.codec=int8")
+    assert each.rank_bytes == pytest.approx(120 * rare.rank_bytes)
+    assert each.exposed_s == pytest.approx(120 * rare.exposed_s) and rare.exposed_s > 0
+    hidden = of("islands.sync=diloco islands.inner_steps=30 islands.codec=int8 islands.delay=29")
+    assert hidden.exposed_s == 0 and hidden.seconds == rare.seconds
+
+
+def test_goodput_of_diloco_loses_half_of_inner_steps():
+    cfg = configured("islands.count=4 islands.sync=diloco islands.inner_steps=40 islands.delay=5", 1)
+    made = cluster_of(cfg, H100, Assumptions(), 4).islands
+    assert (made.lost_steps, made.hidden_steps) == (20, 5)
+
+
 MESHES = {"mesh.pp=2 mesh.dp=2 schedule=1f1b": 4}
 MORE_MESHES = {
     "mesh.fsdp=2 mesh.tp=2 mesh.zero=1": 4,
