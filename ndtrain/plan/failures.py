@@ -100,6 +100,31 @@ def mtbf_of_all(replicas: Replicas, mtbf: float) -> float:
     return mtbf / max(present * absent ** (replicas.count - 1), mtbf / NEVER)
 
 
+def chance_without_quorum(count: int, takeover: float, replicas_mtbf: float) -> float:
+    """Return the probability that a failure leaves too few islands to go on.
+
+    Each failure is followed by `takeover`, after which the remaining islands agree to go on. If too many of them fail
+    before they agree, the run waits. More than half of the members before may go on. Half of them may if the first
+    member is among them, which is assumed in half of the cases. Of two islands, only the failure of both counts here.
+
+    Args:
+        count: the number of islands, all of which are present.
+        replicas_mtbf: mean time between failures of one island.
+    """
+    if not takeover:
+        return 0.0
+    fails, others = -math.expm1(-takeover / replicas_mtbf), count - 1
+    chance = lambda k: math.exp(  # of k failures among the others; binomials of many islands exceed a float
+        math.lgamma(others + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(others - k + 1)
+        + k * math.log(fails)
+        - (others - k) * takeover / replicas_mtbf
+    )
+    too_few = sum(chance(k) for k in range(count // 2, count))
+    return too_few + (chance(count // 2 - 1) / 2 if count % 2 == 0 and count > 2 else 0.0)
+
+
 def with_replicas(interval: float, saving: Saving, restart: float, replicas: Replicas, mtbf: float) -> Shares:
     """Return how a run spends its time if its replicas are lost one at a time.
 

@@ -1,39 +1,33 @@
 """Failures of a run on a cluster: how often they occur, what saves and restarts cost, and the best plan for them."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ndtrain.arguments import ArgumentError, option
+from ndtrain.arguments import option
 from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config, ConfigError
 from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.parallel.build import state_plan
-from ndtrain.plan.failures import Replicas, Saving, Shares, daly, mtbf_of_all, with_checkpoints, with_replicas, young
+from ndtrain.plan.failures import (
+    NEVER,
+    Replicas,
+    Saving,
+    Shares,
+    chance_without_quorum,
+    daly,
+    mtbf_of_all,
+    with_checkpoints,
+    with_replicas,
+    young,
+)
 from ndtrain.plan.hardware import Hardware
+from ndtrain.plan.islands import Sync, islands_of
+from ndtrain.plan.options import above_0, at_least_0
 
 HOUR, DAY = 3600.0, 86400.0
 MOST_GPUS = 131072  # the curves end here
-
-
-def _at_least_0(key: str, text: str) -> float:
-    return _number(key, text, "at least 0", lambda value: value >= 0)
-
-
-def above_0(key: str, text: str) -> float:
-    return _number(key, text, "above 0", lambda value: value > 0)
-
-
-def _number(key: str, text: str, which: str, fits: Callable[[float], bool]) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and fits(value)):
-        raise ArgumentError(f"{key}={text}: must be a number {which}")
-    return value
 
 
 def _rate(text: str, default: float | None = None) -> Any:
@@ -41,7 +35,7 @@ def _rate(text: str, default: float | None = None) -> Any:
 
 
 def _time(text: str, default: float | None = None) -> Any:
-    return option(text, default, read=_at_least_0)
+    return option(text, default, read=at_least_0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +52,9 @@ class Assumptions:
     GPUs. MegaScale (arXiv 2402.15627, section 6.3) reports less than 10 minutes to detect and diagnose, and 15 minutes
     to regain the lost progress. The split into detection and rescheduling is an assumption. It only affects how long
     surviving replicas stall.
+
+    Islands: the others take a silent island for lost after `islands.timeout_s`. If its process has ended they know at
+    once, so this is the longest time. An island restarts as a whole job does, but reads its state from a peer.
 
     Storage: Llama 3's file system sustained 2 TB/s (arXiv 2407.21783, section 3.3.1). 1 GB/s per host is this rate
     divided by its 2,048 hosts, so that a small cluster does not get all of it.
@@ -78,6 +75,12 @@ class Assumptions:
     interval_s: float | None = _rate("seconds of training between two saves; default: the best interval")
     longest_interval_h: float = _rate("longest training between two saves, in hours, even if failures are rare", 24.0)
     replicas: int | None = option("replicas that can be lost one at a time; default: mesh.dp", None)
+    takeover_s: float | None = _time(
+        "seconds until the other islands take over the rows of a lost one; default: islands.timeout_s"
+    )
+    island_restart_s: float | None = _time(
+        "seconds from an island's failure until its processes have started again; default: detect_s + reschedule_s"
+    )
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class Cluster:
         copy_s: time to copy a checkpoint to host memory.
         load_s: time to load a checkpoint from storage.
         heal_s: time to restore a replica's state from a peer.
-        replicas: number of replicas; 1: none may be lost.
+        replicas: number of replicas or islands; 1: none may be lost.
+        islands: how islands go on without a lost one; None: the run is one job.
     """
 
     gpus: int
@@ -101,6 +105,27 @@ class Cluster:
     load_s: float
     heal_s: float
     replicas: int
+    islands: "IslandLoss | None" = None
+
+
+@dataclass(frozen=True)
+class IslandLoss:
+    """The loss of an island. Times are in seconds.
+
+    Attributes:
+        takeover_s: until the others go on without it.
+        hidden_steps: steps for which the others train on before they need what a lost island has sent.
+        restart_s: until its processes have started again.
+        lost_steps: steps of its work that count for nothing, on average.
+        unproven: share of failures after which the second of two islands may not go on alone. The first host of the
+            lost island does not answer then.
+    """
+
+    takeover_s: float
+    hidden_steps: float
+    restart_s: float
+    lost_steps: float
+    unproven: float
 
 
 @dataclass(frozen=True)
@@ -108,9 +133,11 @@ class Plan:
     """A way to handle failures. Times are in seconds.
 
     Attributes:
-        name: "synchronous", "asynchronous" or "replica-tolerant".
+        name: "synchronous", "asynchronous", "replica-tolerant" or "islands".
         interval_s: training time between two saves.
         young_s, daly_s: the best interval by these formulas.
+        all_lost_s: mean time until all replicas or islands are lost; None: the plan survives no failure.
+        no_quorum_s: mean time until a failure after which the other islands may not go on; None: no islands.
     """
 
     name: str
@@ -120,6 +147,8 @@ class Plan:
     young_s: float
     daly_s: float
     shares: Shares
+    all_lost_s: float | None = None
+    no_quorum_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -145,21 +174,25 @@ class Curves:
 
 
 def cluster_of(cfg: Config, hardware: Hardware, assumed: Assumptions, gpus: int) -> Cluster:
-    """Return the cluster that the run would have with `gpus` GPUs. Its replicas keep their size.
+    """Return the cluster that the run would have with `gpus` GPUs. Its replicas and islands keep their size.
 
     Raises:
         ConfigError: the ranks cannot be divided into equal replicas.
     """
-    world, size = MeshSpec.of(cfg.mesh).world_size, checkpoint_bytes(cfg.model, state_plan(cfg))
-    replicas = assumed.replicas or max(1, cfg.mesh.dp)
+    world, size = ranks_of(cfg), checkpoint_bytes(cfg.model, state_plan(cfg))
+    count = islands_of(cfg)
+    replicas = count if count > 1 else assumed.replicas or max(1, cfg.mesh.dp)
     if world % replicas:
         raise ConfigError(f"replicas={replicas}: {world} ranks cannot be divided into this number of equal replicas")
+    each = world // replicas
     hosts = -(-gpus // hardware.gpus_per_node)
     storage = 1e9 * min(assumed.storage_gb_s, assumed.host_storage_gb_s * hosts)
     load_s = size / storage if assumed.load_s is None else assumed.load_s
     network, heal_s = hardware.network_gb_s, assumed.heal_s
     if heal_s is None:
-        heal_s = size / (world / replicas * network * 1e9) if network else load_s
+        limits = [each * network] if network else []
+        limits += [hardware.island_gb_s] if hardware.island_gb_s and count > 1 else []
+        heal_s = size / (min(limits) * 1e9) if limits else load_s
     return Cluster(
         gpus=gpus,
         hosts=hosts,
@@ -168,12 +201,32 @@ def cluster_of(cfg: Config, hardware: Hardware, assumed: Assumptions, gpus: int)
         copy_s=size / (gpus * assumed.copy_gb_s * 1e9),
         load_s=load_s,
         heal_s=heal_s,
-        replicas=gpus * replicas // world,
+        replicas=gpus // each,
+        islands=_island_loss(cfg, hardware, assumed, each, gpus // each) if count > 1 else None,
+    )
+
+
+def ranks_of(cfg: Config) -> int:
+    """Return the number of ranks of all islands."""
+    return islands_of(cfg) * MeshSpec.of(cfg.mesh).world_size
+
+
+def _island_loss(cfg: Config, hardware: Hardware, assumed: Assumptions, ranks: int, count: int) -> IslandLoss:
+    hosts = -(-ranks // hardware.gpus_per_node)
+    rate = ranks / assumed.mtbf_gpu_h + hosts / assumed.mtbf_host_h
+    takeover, restart = assumed.takeover_s, assumed.island_restart_s
+    sync = Sync.of(cfg)
+    return IslandLoss(
+        takeover_s=cfg.islands.timeout_s if takeover is None else takeover,
+        hidden_steps=sync.delay,
+        restart_s=assumed.detect_s + assumed.reschedule_s if restart is None else restart,
+        lost_steps=sync.steps / 2,
+        unproven=1 / assumed.mtbf_host_h / rate if count == 2 else 0.0,
     )
 
 
 def plans_of(cluster: Cluster, assumed: Assumptions, step_s: float) -> list[Plan]:
-    """Return plans with synchronous and asynchronous saves, and a replica-tolerant plan if there are several replicas.
+    """Return plans with synchronous and asynchronous saves, and one that survives the loss of a replica or an island.
 
     Args:
         step_s: seconds of a step.
@@ -182,11 +235,33 @@ def plans_of(cluster: Cluster, assumed: Assumptions, step_s: float) -> list[Plan
     at_once, behind = Saving(cluster.write_s, 0.0), Saving(cluster.copy_s, cluster.write_s)
     plan = partial(_plan, cluster, assumed, step_s, restart)
     plans = [plan("synchronous", at_once), plan("asynchronous", behind)]
-    if cluster.replicas > 1:
+    if cluster.replicas > 1 and cluster.islands:
+        made = plan("islands", behind, _islands(cluster, cluster.islands, step_s))
+        waits = max(_without_quorum(cluster, cluster.islands), cluster.mtbf_s / NEVER)
+        plans.append(replace(made, no_quorum_s=cluster.mtbf_s / waits))
+    elif cluster.replicas > 1:
         absence = assumed.detect_s + assumed.reschedule_s + cluster.heal_s + step_s / 2  # rejoins between two steps
         stall = assumed.detect_s + step_s / 2  # on average half a step is repeated
         plans.append(plan("replica-tolerant", behind, Replicas(cluster.replicas, absence, stall)))
     return plans
+
+
+def _islands(cluster: Cluster, loss: IslandLoss, step_s: float) -> Replicas:
+    """Return how islands are lost and return.
+
+    A returning island waits for the next step, and reads its state during that step or longer, without rows of its own.
+    """
+    rejoin = step_s / 2 + max(step_s, cluster.heal_s)
+    absence = loss.restart_s + rejoin + loss.lost_steps * step_s
+    waiting = max(0.0, loss.takeover_s - loss.hidden_steps * step_s)
+    stall = waiting + _without_quorum(cluster, loss) * absence
+    return Replicas(cluster.replicas, absence, stall)
+
+
+def _without_quorum(cluster: Cluster, loss: IslandLoss) -> float:
+    """Return the share of failures after which the others wait for a lost island."""
+    chance = chance_without_quorum(cluster.replicas, loss.takeover_s, cluster.replicas * cluster.mtbf_s)
+    return min(1.0, loss.unproven + chance)
 
 
 def _plan(
@@ -207,13 +282,13 @@ def _plan(
         shares = with_replicas(interval, saving, restart, lost, cluster.mtbf_s)
     else:
         shares = with_checkpoints(interval, saving, restart, mtbf)
-    return Plan(name, saving, restart, interval, young(saving.blocking, mtbf), best, shares)
+    return Plan(name, saving, restart, interval, young(saving.blocking, mtbf), best, shares, mtbf if lost else None)
 
 
 def curves_of(cfg: Config, hardware: Hardware, assumed: Assumptions, step_s: float) -> Curves:
     """Return the goodput over GPU counts: the run's count, halved and doubled. Halving stops at a host, and at a mesh
     without dp and fsdp; doubling stops at `MOST_GPUS`."""
-    world = MeshSpec.of(cfg.mesh).world_size
+    world = ranks_of(cfg)
     least = max(hardware.gpus_per_node, cfg.mesh.pp * cfg.mesh.cp * cfg.mesh.tp)
     halves = range(int(math.log2(max(1, world // least))) + 1)
     counts = sorted({world >> k for k in halves} | {world << k for k in range(20) if world << k <= MOST_GPUS})

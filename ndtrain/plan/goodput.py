@@ -7,18 +7,30 @@ from dataclasses import asdict, dataclass, replace
 from ndtrain.arguments import option
 from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config, ConfigError
-from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.parallel.build import state_plan
 from ndtrain.plan.drawings import goodput_svg
-from ndtrain.plan.fault_tolerance import DAY, HOUR, Assumptions, Cluster, Plan, above_0, cluster_of, curves_of, plans_of
+from ndtrain.plan.fault_tolerance import (
+    DAY,
+    HOUR,
+    Assumptions,
+    Cluster,
+    IslandLoss,
+    Plan,
+    cluster_of,
+    curves_of,
+    plans_of,
+    ranks_of,
+)
 from ndtrain.plan.hardware import Hardware, load_hardware
-from ndtrain.plan.options import RunOptions, planned_config, write_file
+from ndtrain.plan.options import LinkOptions, RunOptions, above_0, planned_config, write_file
 from ndtrain.plan.predict import Predictor
 from ndtrain.plan.report import si, table
 
+LONG = 1e5 * 365 * DAY  # longer times are printed as "never"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RunOptions, Assumptions):
+class Options(RunOptions, LinkOptions, Assumptions):
     """Options of `plan goodput`."""
 
     step_time_s: float | None = option("seconds per step; default: predicted", None, read=above_0)
@@ -32,7 +44,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: there is no such run, its step cannot be predicted, or a file cannot be written.
     """
-    hardware = load_hardware(options.hardware)
+    hardware = options.on(load_hardware(options.hardware))
     cfg = planned_config(overrides, options, hardware)
     step_s = options.step_time_s or _predicted(cfg, hardware)
     result = result_of(cfg, hardware, options, step_s)
@@ -56,11 +68,13 @@ class Bill:
 
     Attributes:
         checkpoint_every: steps between two saves, a value for `checkpoint.every`.
+        tokens_per_s: effective throughput: tokens of the steps that count over the elapsed time.
         cost: None: no price was given.
     """
 
     step_time_s: float
     checkpoint_every: int
+    tokens_per_s: float
     days: float
     gpu_hours: float
     cost: float | None
@@ -91,7 +105,7 @@ def result_of(cfg: Config, hardware: Hardware, options: Options, step_s: float) 
     """
     if cfg.train.epochs is not None:
         raise ConfigError(f"train.epochs={cfg.train.epochs:g}: a plan does not read the data: give train.steps instead")
-    cluster = cluster_of(cfg, hardware, options, MeshSpec.of(cfg.mesh).world_size)
+    cluster = cluster_of(cfg, hardware, options, ranks_of(cfg))
     plans = plans_of(cluster, options, step_s)
     own = replace(options, interval_s=cfg.checkpoint.every * step_s)
     configured = plans_of(cluster, own, step_s) if cfg.checkpoint.every else []
@@ -110,7 +124,8 @@ def bill_of(cfg: Config, cluster: Cluster, plan: Plan, step_s: float, price: flo
         raise ConfigError(f"{rate}: the run never ends: raise mtbf_gpu_h and mtbf_host_h")
     days = cfg.train.steps * step_s / plan.shares.training / DAY
     hours = 24 * days * cluster.gpus
-    return Bill(step_s, max(1, round(plan.interval_s / step_s)), days, hours, price and price * hours)
+    tokens_per_s = cfg.train.global_batch * cfg.train.seq_len / step_s * plan.shares.training
+    return Bill(step_s, max(1, round(plan.interval_s / step_s)), tokens_per_s, days, hours, price and price * hours)
 
 
 # ------------------------------------------------------------------------------------------------------------- output
@@ -136,11 +151,28 @@ def as_text(result: Result) -> str:
         every = f"goodput at checkpoint.every={result.cfg.checkpoint.every}"
         rows.append([every, *(f"{100 * goodput:.2f} %" for goodput in result.configured)])
     parts = ["\n".join(_assumed(result)), table(rows)]
-    if result.cluster.replicas > 1:
+    if result.cluster.islands:
+        parts.append("\n".join(_about_islands(result, result.cluster.islands)))
+    elif result.cluster.replicas > 1:
         parts.append(
-            f"replica-tolerant: {result.cluster.replicas} replicas; ndtrain cannot continue without a lost replica yet"
+            f"replica-tolerant: {result.cluster.replicas} replicas; a job of ndtrain cannot continue without a lost "
+            "replica, but islands can: islands.count"
         )
     return "\n\n".join(parts)
+
+
+def _about_islands(result: Result, loss: IslandLoss) -> list[str]:
+    """Return lines about the loss of islands."""
+    cluster, plan = result.cluster, result.plans[-1]
+    waits = loss.takeover_s - min(loss.takeover_s, loss.hidden_steps * result.step_s)
+    restarts = f"it restarts in {duration(loss.restart_s)}, and reads the state in {duration(cluster.heal_s)}"
+    often = lambda seconds: f"every {duration(seconds)}" if seconds and seconds < LONG else "never"
+    return [
+        f"islands: {cluster.replicas} of {cluster.gpus // cluster.replicas} ranks; the other plans are one job of all "
+        "ranks with the same step time",
+        f"a lost island: the others wait for {duration(waits)}; {restarts}",
+        f"all islands are lost: {often(plan.all_lost_s)}; the others may not go on: {often(plan.no_quorum_s)}",
+    ]
 
 
 def _assumed(result: Result) -> list[str]:
@@ -170,6 +202,7 @@ def _cells(plan: Plan, bill: Bill) -> dict[str, str]:
         "  best by Daly": duration(plan.daly_s),
         "checkpoint.every": str(bill.checkpoint_every),
         **{name: f"{100 * share:.2f} %" for name, share in shares.items()},
+        "tokens/s": f"{bill.tokens_per_s:,.0f}",
         "days": f"{bill.days:.2f}",
         "GPU hours": si(bill.gpu_hours, ""),
         **({} if bill.cost is None else {"cost": si(bill.cost, "")}),

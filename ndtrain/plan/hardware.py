@@ -27,6 +27,9 @@ class Hardware:
         memory_gb_s: bandwidth of a device's memory.
         link_gb_s: bandwidth of one device to the other devices of its host, one direction.
         network_gb_s: bandwidth of one device to other hosts, one direction.
+        island_gb_s: bandwidth from an island to the other islands, shared by all its ranks, one direction. None: the
+            islands are in one cluster, and only `network_gb_s` limits each rank.
+        island_latency_s: seconds until a byte of an island arrives at another one. None: the latency between hosts.
         rates: name in `price.Rates` -> value measured on these machines, which replaces the planner's. May be empty.
         measured: times measured on such a host (`plan calibrate`), used in place of the figures above.
     """
@@ -39,6 +42,8 @@ class Hardware:
     memory_gb_s: float | None
     link_gb_s: float | None
     network_gb_s: float | None
+    island_gb_s: float | None = None
+    island_latency_s: float | None = None
     rates: dict[str, float] = field(default_factory=dict)
     measured: Measured | None = None
 
@@ -104,12 +109,15 @@ def _problem(read: Any) -> str:
         return f"peak_tflops.{unknown[0]}: no such precision; known: {', '.join(_PRECISIONS)}"
     if not isinstance(read.get("rates", {}), dict):
         return "rates: must be a mapping from names of rates to numbers"
-    rates = {key: read[key] for key in ("memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s")}
+    rates = {key: read.get(key) for key in ("memory_gb", "memory_gb_s", "link_gb_s", "network_gb_s", "island_gb_s")}
     rates |= {f"peak_tflops.{p}": rate for p, rate in read["peak_tflops"].items()}
     for key, rate in rates.items():
         if rate is not None and (type(rate) not in (int, float) or not 0 < rate < float("inf")):
             return f"{key}={rate}: must be a positive number, or null"
-    for key, rate in read.get("rates", {}).items():
+    added = {f"rates.{key}": rate for key, rate in read.get("rates", {}).items()}
+    if (latency := read.get("island_latency_s")) is not None:
+        added["island_latency_s"] = latency
+    for key, rate in added.items():
         if type(rate) not in (int, float) or not 0 <= rate < float("inf"):
-            return f"rates.{key}={rate}: must be a number, at least 0"
+            return f"{key}={rate}: must be a number, at least 0"
     return ""

@@ -1,8 +1,9 @@
 """The options of the plans themselves. On the command line they are mixed with the run's overrides."""
 
+import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ndtrain.arguments import ArgumentError, option, unknown
@@ -26,18 +27,45 @@ IMBALANCE = "load imbalance of experts: rows of the busiest rank over the mean; 
 
 
 def at_least_1(key: str, text: str) -> float:
-    """Read a number of at least 1.
+    """Read a number of at least 1, or raise ArgumentError."""
+    return _number(key, text, "from 1", lambda value: value >= 1)
 
-    Raises:
-        ArgumentError: the text is not such a number.
-    """
+
+def at_least_0(key: str, text: str) -> float:
+    """Read a number of at least 0, or raise ArgumentError."""
+    return _number(key, text, "at least 0", lambda value: value >= 0)
+
+
+def above_0(key: str, text: str) -> float:
+    """Read a number above 0, or raise ArgumentError."""
+    return _number(key, text, "above 0", lambda value: value > 0)
+
+
+def _number(key: str, text: str, which: str, fits: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 1 <= value < float("inf"):
-        raise ArgumentError(f"{key}={text}: must be a number from 1")
+        value = math.nan
+    if not (math.isfinite(value) and fits(value)):
+        raise ArgumentError(f"{key}={text}: must be a number {which}")
     return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions:
+    """The options of the link between islands, which replace the values of the hardware's description."""
+
+    island_gb_s: float | None = option(
+        "bandwidth from one island to the others, in 10^9 bytes/s; default: the description's", None, read=above_0
+    )
+    island_latency_s: float | None = option(
+        "seconds from one island to another, one way; default: the description's", None, read=at_least_0
+    )
+
+    def on(self, hardware: Hardware) -> Hardware:
+        """Return the hardware with these values."""
+        given = {key: getattr(self, key) for key in ("island_gb_s", "island_latency_s")}
+        return replace(hardware, **{key: value for key, value in given.items() if value is not None})
 
 
 def refuse_overrides(cls: type, overrides: Sequence[str]) -> None:

@@ -22,8 +22,9 @@ from ndtrain.plan.drawings import waterfall_svg
 from ndtrain.plan.events import Kernel, Piece
 from ndtrain.plan.fault_tolerance import DAY, HOUR
 from ndtrain.plan.hardware import Hardware, load_hardware
+from ndtrain.plan.islands import Exchange, Link, Shards, Sync, exchange_of, host_bytes, island_config, islands_of
 from ndtrain.plan.memory import RankMemory, rank_memory
-from ndtrain.plan.options import IMBALANCE, RunOptions, at_least_1, planned_config, write_file
+from ndtrain.plan.options import IMBALANCE, LinkOptions, RunOptions, at_least_1, planned_config, write_file
 from ndtrain.plan.pieces import record_pieces, update_bytes
 from ndtrain.plan.price import Prices, Rates, peak_flops, rates_for, rates_of
 from ndtrain.plan.report import si, table
@@ -33,7 +34,7 @@ from ndtrain.program.step import StepProgram
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RunOptions):
+class Options(RunOptions, LinkOptions):
     """The options of `plan predict`."""
 
     svg: str | None = option("SVG file to draw the breakdown of the step time in", None)
@@ -46,7 +47,7 @@ def run(options: Options, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: the run's configuration is invalid, it cannot be priced, or a file cannot be written.
     """
-    hardware = load_hardware(options.hardware)
+    hardware = options.on(load_hardware(options.hardware))
     cfg = planned_config(overrides, options, hardware)
     predictor = Predictor(hardware, Rates(imbalance=options.imbalance))
     prediction = predictor.predict(cfg)
@@ -69,11 +70,12 @@ class Prediction:
     """The prediction of a training step in steady state.
 
     Attributes:
-        tokens_per_s: of the whole mesh.
+        tokens_per_s: of the whole mesh, and of all islands.
         mfu, hfu: as ndtrain logs them, relative to the hardware's peak in the compute precision (fp8: the bf16 peak).
         memory_bytes: the peak of the rank that needs most, including the overhead of the allocator and NCCL.
         waterfall: cause -> seconds of the step, mean over the pipeline's ranks. Their sum is `step_time_s`. Empty if it
             was not requested.
+        islands: the exchange between islands; None: the job trains alone.
     """
 
     step_time_s: float
@@ -83,6 +85,7 @@ class Prediction:
     hfu: float
     memory_bytes: int
     waterfall: dict[str, float]
+    islands: Exchange | None = None
 
 
 class Predictor:
@@ -127,9 +130,14 @@ class Predictor:
             waterfall["bubble"] += seconds - sum(waterfall.values())
         slower = self.rates.slower
         seconds *= slower
+        waterfall = {part: slower * s for part, s in waterfall.items()} if explain else {}
+        exchange = _exchange(plan, prices, seconds)
+        if exchange:
+            seconds += exchange.exposed_s
+            waterfall |= {"exposed islands": exchange.exposed_s} if explain else {}
         m, t = cfg.model, cfg.train
         rate = t.global_batch * t.seq_len / seconds
-        per_device = rate / mesh.world_size
+        per_device = rate / (mesh.world_size * islands_of(cfg))
         peak = peak_flops(self.hardware, "bf16" if cfg.precision.compute == "fp8" else cfg.precision.compute)
         return Prediction(
             step_time_s=seconds,
@@ -138,7 +146,8 @@ class Predictor:
             mfu=per_device * flops_per_token(m, t.seq_len) / peak,
             hfu=per_device * plan.hardware_flops_per_token / peak,
             memory_bytes=self.memory(plan),
-            waterfall={part: slower * s for part, s in waterfall.items()} if explain else {},
+            waterfall=waterfall,
+            islands=exchange,
         )
 
     def _on_shared_cores(self, plan: "StepPlan", mesh: MeshSpec, work: float) -> float:
@@ -155,7 +164,7 @@ class Predictor:
     def memory(self, plan: "StepPlan") -> int:
         """Return the bytes of device memory of the pipeline rank that needs most."""
         if self.hardware.device == "cpu":
-            return plan.tensor_bytes
+            return plan.tensor_bytes + _island_bytes(plan)
         factor = self.rates.memory_factor
         return int(max(m.state + factor * m.step for m in plan.memory) + 1e9 * self.rates.memory_gb)
 
@@ -209,12 +218,28 @@ def plan_step(cfg: Config, device: str, imbalance: float = 1.0) -> StepPlan:
             "optim.offload=true: hardware descriptions have no rate between host and device, so it cannot be "
             "predicted: set optim.offload=false"
         )
-    recorded = record_pieces(cfg, device, imbalance)
+    own = island_config(cfg)
+    recorded = record_pieces(own, device, imbalance)
     compute, master = DTYPES[cfg.precision.compute].itemsize, DTYPES[cfg.precision.params].itemsize
     message, context = recorded.boundary_bytes, recorded.context_bytes
     loads = torch.float64.itemsize * len(sparse_layers(cfg.model)) * (cfg.model.num_experts or 0)
     sizes = Sizes(compute, master, message, context, update_bytes(cfg), gradient=master, loads=loads)
-    return StepPlan(cfg, StepProgram.of(cfg, recorded.compiled, device), recorded.recorded, sizes)
+    return StepPlan(cfg, StepProgram.of(own, recorded.compiled, device), recorded.recorded, sizes)
+
+
+def _exchange(plan: StepPlan, prices: Prices, step_s: float) -> Exchange | None:
+    """Return the exchange between the run's islands, whose own steps take `step_s`. Return None if it has none."""
+    count = islands_of(plan.cfg)
+    if count == 1:
+        return None
+    shards = Shards.of(plan.program, prices.mesh.world_size)
+    return exchange_of(Sync.of(plan.cfg), Link.of(prices), shards, count, step_s)
+
+
+def _island_bytes(plan: StepPlan) -> int:
+    """Return the host memory of a rank for the exchange with other islands."""
+    count = islands_of(plan.cfg)
+    return host_bytes(Sync.of(plan.cfg), Shards.of(plan.program, 1), count) if count > 1 else 0
 
 
 # -------------------------------------------------------------------------------------------------------- the waterfall
@@ -303,7 +328,11 @@ class RunLength(NamedTuple):
 
 def run_length(cfg: Config, step_time_s: float, devices: int) -> RunLength | None:
     """Return the length of a run in which nothing fails, or None if `train.steps` is not set. (`plan goodput` adds
-    failures and checkpoints.)"""
+    failures and checkpoints.)
+
+    Args:
+        devices: of one island.
+    """
     if not cfg.train.steps:
         return None
     tokens_a_step, seconds = cfg.train.global_batch * cfg.train.seq_len, cfg.train.steps * step_time_s
@@ -311,7 +340,7 @@ def run_length(cfg: Config, step_time_s: float, devices: int) -> RunLength | Non
         tokens=cfg.train.steps * tokens_a_step,
         tokens_per_day=tokens_a_step * DAY / step_time_s,
         days=seconds / DAY,
-        gpu_hours=devices * seconds / HOUR,
+        gpu_hours=islands_of(cfg) * devices * seconds / HOUR,
     )
 
 
@@ -326,7 +355,7 @@ def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
     limit = hardware.memory_gb
     of_limit = f", {p.memory_bytes / limit / 1e7:.0f} % of {limit:g} GB" if limit else ""
     free = [("memory free", f"{limit - p.memory_bytes / 1e9:.1f} GB")] if limit else []
-    known = published.applies_to(hardware)
+    known = published.applies_to(hardware) and p.islands is None  # the published runs have no islands
     error = ", likely {:.4g} to {:.4g}".format(*published.band(p.step_time_s)) if known else ""
     facts = [
         ("step time", f"{p.step_time_s:.4g} s{error}"),
@@ -336,13 +365,17 @@ def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
         ("HFU", f"{100 * p.hfu:.1f} %"),
         ("memory", f"{p.memory_bytes / 1e9:.1f} GB{of_limit}"),
         *free,
+        *_island_facts(p.islands),
         *_length_facts(cfg, p.step_time_s, mesh.world_size),
     ]
     parts = [
         (name, f"{seconds:.4f}", f"{100 * seconds / p.step_time_s:.1f} %") for name, seconds in p.waterfall.items()
     ]
+    microbatches, count = island_config(cfg).microbatches, islands_of(cfg)
+    islands = f"{count} islands of " if count > 1 else ""
+    ranks = f"{islands}{mesh.world_size} ranks of {hardware.name}"
     blocks = [
-        f"{mesh.world_size} ranks of {hardware.name}: {sizes}, zero={cfg.mesh.zero}, {cfg.microbatches} microbatches",
+        f"{ranks}: {sizes}, zero={cfg.mesh.zero}, {microbatches} microbatches",
         table(facts),
         table([("where the step time goes", "seconds", "share"), *parts]),
     ]
@@ -351,6 +384,17 @@ def as_text(cfg: Config, hardware: Hardware, p: Prediction) -> str:
     if limit and p.memory_bytes > 1e9 * limit:
         blocks.append(f"does not fit in {limit:g} GB")
     return "\n\n".join(blocks)
+
+
+def _island_facts(exchange: Exchange | None) -> list[tuple[str, str]]:
+    """Return the table rows about the exchange between islands, or none if the job trains alone."""
+    if exchange is None:
+        return []
+    return [
+        ("a rank reads from islands", f"{si(exchange.rank_bytes, 'B')} a step"),
+        ("an island reads", f"{si(exchange.island_bytes, 'B')} a step, in {exchange.seconds:.4g} s"),
+        ("host memory for islands", f"{si(exchange.host_bytes, 'B')} a rank"),
+    ]
 
 
 def _length_facts(cfg: Config, step_time_s: float, devices: int) -> list[tuple[str, str]]:

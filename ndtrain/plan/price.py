@@ -213,7 +213,7 @@ class Prices:
         within = self._link if group.ranks > group.hosts else float("inf")
         if group.hosts == 1:
             return within
-        return min(within, self._network * group.ranks / group.hosts)
+        return min(within, self.network * group.ranks / group.hosts)
 
     def _all_to_all(self, nbytes: int, group: GroupShape) -> float:
         """Return the seconds of an all-to-all. Each rank sends an equal part to every other rank.
@@ -225,10 +225,10 @@ class Prices:
         inside = self._hops(on_host - 1, 0) + (part * (on_host - 1) / self._link if on_host > 1 else 0.0)
         if group.hosts == 1:
             return inside
-        return max(inside, self._hops(0, 1) + part * (group.ranks - on_host) / self._network)
+        return max(inside, self._hops(0, 1) + part * (group.ranks - on_host) / self.network)
 
     def _message(self, nbytes: int, across: bool) -> float:
-        return self._hops(0, 1) + nbytes / self._network if across else self._hops(1, 0) + nbytes / self._link
+        return self._hops(0, 1) + nbytes / self.network if across else self._hops(1, 0) + nbytes / self._link
 
     def _hops(self, within: int, across: int) -> float:
         return within * self.rates.link_hop_s + across * self.rates.network_hop_s
@@ -238,7 +238,8 @@ class Prices:
         return self.rates.link * listed(self.hardware, "link_gb_s")
 
     @cached_property
-    def _network(self) -> float:
+    def network(self) -> float:
+        """Bytes per second from one device to other hosts. Raises ConfigError if the description lists no network."""
         return self.rates.network * listed(self.hardware, "network_gb_s")
 
 

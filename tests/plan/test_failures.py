@@ -163,13 +163,3 @@ def test_rare_and_frequent_failures_have_limits():
     assert calm.training == pytest.approx(HOUR / (HOUR + 1), rel=1e-6)
     assert with_checkpoints(HOUR, Saving(1, 0), HOUR, 1.0).training == 0
     assert daly(3.0, 1.0) == 1.0
-
-
-@pytest.mark.parametrize("saving, mtbf", [(Saving(0, 0), 767.6), (Saving(5, 60), 923), (Saving(5, 300), 1312)])
-def test_goodput_of_100000_gpus_equals_paper(saving, mtbf):
-    """arXiv 2602.00277: 44 % effective training time with restarts of 10 minutes, 80 % with replicas that stall for 3.
-    How long its saves take is not known; M follows from the 44 %."""
-    interval = max(daly(saving.blocking, mtbf), saving.background, MIN)
-    assert with_checkpoints(interval, saving, 10 * MIN, mtbf).training == pytest.approx(0.44, abs=0.001)
-    tolerant = with_replicas(HOUR, saving, 10 * MIN, Replicas(32, 11 * MIN, 3 * MIN), mtbf)
-    assert tolerant.training == pytest.approx(0.80, abs=0.07)
