@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ndtrain.config import Config
 from ndtrain.data import Batch
+from ndtrain.engine.island_wait import IslandWait, agree_s
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.validation import rows_here
 from ndtrain.islands.exchange import Exchange
@@ -18,11 +19,11 @@ from ndtrain.islands.orders import CatchUp, Heal, Order, Stop, Work
 from ndtrain.islands.reading import Gone
 from ndtrain.islands.wire import WireError
 from ndtrain.mesh.collectives import all_reduce
+from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.json_messages import broadcast_json
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.vocabulary import IGNORE
 
-_PATIENCE_S = 5.0  # between two messages of rank 0 to the others while the island waits
 _PAUSE_S = 0.1  # before an order is carried out again that has failed
 _SMOOTHING = 0.8  # of the measured speed, per step
 
@@ -103,6 +104,8 @@ class IslandStep:
         self._batch, self._mesh, self._train_step = cfg.train.global_batch, mesh, train_step
         self._batches, self._weight, self._exchange, self._leader = batches, weight, exchange, leader
         self._describe, self._restore, self._asked, self._tell = describe, restore, asked, tell
+        self._wait = IslandWait(mesh, cfg.hardware.timeout_s, tell)
+        self._patience_s = agree_s(cfg.hardware.timeout_s)  # between two messages of rank 0 while nothing is to be done
         self._computed: tuple[int, frozenset[int]] = (0, frozenset())  # step and rows whose gradient is offered
         self._numbers: Tensor | None = None  # of these rows
         self._speed, self._waited_s = 0.0, 0.0
@@ -123,7 +126,7 @@ class IslandStep:
                 return StepSum(done, None, task.reason)
             if task.kind == "heal":
                 done = task.step if self._heal(task) else done
-            elif task.kind != "wait" and self._agree(task, self._carry_out(task)):
+            elif task.kind != "wait" and self._finish(task, self._carry_out(task)):
                 self._count(task)
                 return StepSum(task.step - 1, self._take_sum(task))
 
@@ -153,13 +156,14 @@ class IslandStep:
 
     def _next_task(self) -> Task:
         """Return what all ranks have to do now."""
-        task = self._task_of(self._leader.wait_for_order(_PATIENCE_S)) if self._leader else None
-        if self._leader:
-            for line in self._leader.messages():
-                self._tell(line)
-        if self._mesh.world is None:
-            return task
-        return _task_of(broadcast_json(task and _written(task), self._mesh.world, self._mesh.device))
+        with RECORDER.waiting("the next task of the islands"):
+            task = self._task_of(self._leader.wait_for_order(self._patience_s)) if self._leader else None
+            if self._leader:
+                for line in self._leader.messages():
+                    self._tell(line)
+            if self._mesh.world is None:
+                return task
+            return _task_of(broadcast_json(task and _written(task), self._mesh.world, self._mesh.device))
 
     def _task_of(self, order: Order | None) -> Task:
         try:
@@ -187,10 +191,16 @@ class IslandStep:
     # ------------------------------------------------------------------------------------------------------------- work
 
     def _carry_out(self, task: Task) -> bool:
-        """Return True if this rank has the sum of the gradients over all islands."""
+        """Return True if all ranks have the sum of the gradients, and the step still belongs to this epoch."""
         if task.kind == "work":
             self._compute(task)
         began = time.perf_counter()
+        ok = self._wait.run(lambda: self._read_sum(task), lambda: self._awaited(task))
+        self._waited_s += time.perf_counter() - began
+        return ok
+
+    def _read_sum(self, task: Task) -> bool:
+        """Return True if this rank has the sum of the gradients over all islands."""
         try:
             self._exchange.connect(task.connect or {})
             if task.kind == "work":
@@ -199,9 +209,15 @@ class IslandStep:
                 self._exchange.read_sum(task.step, self._source(task))
         except Gone:
             return False
-        finally:
-            self._waited_s += time.perf_counter() - began
-        return True
+        return self._leader is None or self._leader.may_finish(task.step, task.epoch)
+
+    def _awaited(self, task: Task) -> str:
+        """Return the islands that this one waits for; empty on ranks that print no line."""
+        if self._leader is None:
+            return ""
+        if task.kind == "work":
+            return self._leader.awaited(task.step)
+        return f"island {' or '.join(task.names)}, from which it reads step {task.step}"
 
     def _source(self, task: Task) -> str:
         """Return the island that this rank reads from. Ranks spread over all that it may read from."""
@@ -226,6 +242,8 @@ class IslandStep:
             self._numbers, self._computed = numbers, (task.step, wanted)
             self._measure(len(new) / (time.perf_counter() - began))
         self._exchange.offer_gradient(task.step, task.epoch, self._numbers)
+        if self._leader:
+            self._leader.offers(task.step)
 
     def _forward_backward(self, step: int, rows: Rows) -> Tensor:
         """Return this rank's losses of rows. Rows after the last one of the global batch are empty."""
@@ -246,13 +264,8 @@ class IslandStep:
         if self._leader:
             self._leader.set_speed(self._speed)
 
-    def _agree(self, task: Task, complete: bool) -> bool:
-        """Return True if all ranks have the sum, and the step still belongs to this epoch."""
-        if self._leader and complete:
-            complete = self._leader.may_finish(task.step, task.epoch)
-        missing = torch.tensor([0.0 if complete else 1.0], device=self._mesh.device)
-        all_reduce(missing, self._mesh.world).wait()
-        ok = not missing.item()
+    def _finish(self, task: Task, ok: bool) -> bool:
+        """Record that the step is complete, or that it has to be tried again. Return `ok`."""
         if ok:
             self._exchange.withdraw_state()
         if self._leader:
@@ -274,24 +287,27 @@ class IslandStep:
 
     def _heal(self, task: Task) -> bool:
         """Read the state of another island. Return True if all ranks have it."""
-        numbers, began = None, time.perf_counter()
-        try:
-            self._exchange.connect(task.connect or {})
-            numbers = self._exchange.read_state(task.step, self._source(task))
-        except Gone:
-            pass
-        missing = torch.tensor([float(numbers is None)], device=self._mesh.device)
-        all_reduce(missing, self._mesh.world).wait()
-        ok = not missing.item()
+        read: list[Tensor] = []
+        began = time.perf_counter()
+        ok = self._wait.run(lambda: self._read_state(task, read), lambda: self._awaited(task))
         if self._leader:
             ok = ok and self._leader.heal(task.step, task.epoch)
         if self._mesh.world is not None:
             ok = broadcast_json(ok, self._mesh.world, self._mesh.device)
         if ok:
-            self._restore(numbers)
+            self._restore(read[0])
             seconds = time.perf_counter() - began
             self._tell(f"read the state after step {task.step} from {', '.join(task.names)} in {seconds:.1f} s")
         return ok
+
+    def _read_state(self, task: Task, read: list[Tensor]) -> bool:
+        """Read weights and optimizer state, and append the numbers of the state to `read`. Return True if all came."""
+        try:
+            self._exchange.connect(task.connect or {})
+            read.append(self._exchange.read_state(task.step, self._source(task)))
+        except Gone:
+            return False
+        return True
 
 
 def _without(batches: Sequence[Batch], empty: Sequence[bool]) -> list[Batch]:

@@ -15,7 +15,7 @@ from ndtrain.checkpoint import State
 from ndtrain.checkpoint.directory import read_state
 from ndtrain.checkpoint.elements import digest
 from ndtrain.config import Config, ConfigError
-from ndtrain.config.island_checks import TOKEN, addresses, is_on_this_host
+from ndtrain.config.island_checks import TOKEN, addresses, is_on_this_host, island_name
 from ndtrain.config.schema import resolved
 from ndtrain.data import Data, Source
 from ndtrain.engine.island_step import IslandStep
@@ -77,7 +77,7 @@ def join_islands(
             if mesh.rank == 0:
                 start = Start(state.step, _weights(cfg, state, resumed), _plan(cfg, data))
                 leader = Leader(
-                    _name(cfg),
+                    island_name(cfg),
                     _grain(cfg, mesh),
                     start,
                     _rules(cfg),
@@ -105,10 +105,6 @@ def join_islands(
 
 def _on(mesh: Mesh, batches: list[Any]) -> list[Any]:
     return batches if mesh.device.type == "cpu" else [b.to(mesh.device) for b in batches]
-
-
-def _name(cfg: Config) -> str:
-    return cfg.islands.name or Path(cfg.run.dir).resolve().name
 
 
 def _grain(cfg: Config, mesh: Mesh) -> int:

@@ -71,6 +71,7 @@ class Island:
     Attributes:
         epoch: the newest epoch that it knows.
         done: the number of finished steps; None: it has no weights of this run.
+        computed: the last step whose gradient it offers; 0: none.
         effects: what the caller has to do, in order. The caller empties it.
     """
 
@@ -88,6 +89,7 @@ class Island:
         self.me, self.start, self.rules, self.founder, self.doors = me, start, rules, founder, doors
         self.saved, self.previous = saved or Saved(), None
         self.done: int | None = None
+        self.computed = 0
         self.leaving, self.refused = False, ""
         self.effects: deque[Effect] = deque()
         self._random, self._began, self._now = random, now, now
@@ -191,6 +193,22 @@ class Island:
             return True
         beat = self._peers.beats.get(member.life)
         return beat is not None and beat.number >= epoch.number and beat.done is not None and beat.done >= step - 1
+
+    def awaited(self, step: int) -> str:
+        """Return the islands that a step waits for, and why, as the end of a sentence; empty: this island has no part
+        in the step."""
+        epoch = self._governing(step)
+        if epoch is None:
+            return ""
+        others = [x for x in epoch.members if x.life != self.me.life]
+        sharers = [x for x in others if x.name in epoch.rows(step)]
+        late = [x for x in sharers if self._peers.computed(x) < step]
+        behind = [x for x in others if not self._keeps_up(x, step, epoch)]
+        if late:
+            return _named(late, f"not computed step {step}")
+        if behind:
+            return _named(behind, f"not read the weights before step {step}")
+        return _named(sharers, f"not sent all gradients of step {step}")
 
     def finish(self, step: int, ok: bool, now: float) -> None:
         """Record that all ranks of the island have finished a step, or that some could not."""
@@ -317,7 +335,7 @@ class Island:
     # ---------------------------------------------------------------------------------------------------- signs of life
 
     def _beat(self) -> None:
-        beat = m.Beat(self.number, self.done, self.me.speed, self.leaving)
+        beat = m.Beat(self.number, self.done, self.me.speed, self.leaving, self.computed)
         for other in self._others():
             self._send(other.address, beat)
 
@@ -640,6 +658,12 @@ class Island:
             self.start = Start(self.done, f"{self.me.life} {self.done}", self.start.plan)
             self.done = None
             self.effects.append(Cancel(epoch.number))
+
+
+def _named(members: Sequence[Member], lacks: str) -> str:
+    """Return the names of islands, and what they have not done."""
+    names, several = ", ".join(x.name for x in members), len(members) > 1
+    return f"island{'s' * several} {names}, which {'have' if several else 'has'} {lacks}"
 
 
 def _description(old: Epoch | None, new: Epoch) -> str:

@@ -132,6 +132,16 @@ class Leader:
                     self._changed.wait(_TICK_S)
             return bool(verdict)
 
+    def offers(self, step: int) -> None:
+        """Record that all ranks of the island offer their gradient of a step."""
+        with self._changed:
+            self.island.computed = step
+
+    def awaited(self, step: int) -> str:
+        """Return the islands that a step waits for, as `Island.awaited` does."""
+        with self._changed:
+            return self.island.awaited(step)
+
     def finish(self, step: int, ok: bool) -> None:
         """Record that all ranks have finished a step, or that some could not."""
         with self._changed:

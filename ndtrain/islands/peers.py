@@ -45,6 +45,11 @@ class Peers:
         beat = self.beats.get(member.life)
         return beat.done if beat else None
 
+    def computed(self, member: Member) -> int:
+        """Return the last step whose gradient a member offers, as far as known."""
+        beat = self.beats.get(member.life)
+        return beat.computed if beat else 0
+
     def is_leaving(self, member: Member) -> bool:
         beat = self.beats.get(member.life)
         return beat is not None and beat.leaving
