@@ -5,7 +5,12 @@ import signal
 
 import pytest
 
+from ndtrain.engine.train_step import TrainingStep
+from ndtrain.run import exit_status
 from tests.islands.launched import LaunchedIslands
+from tests.islands.runs import PATIENCE_S, free_port, island_arguments
+from tests.lib.helpers import rank_main, rows, write_corpus
+from tests.lib.ranks import started_ranks
 
 FULL = pytest.mark.full
 DEADLINE_S = 8
@@ -27,6 +32,35 @@ def check_taken_over(islands: LaunchedIslands, by: str, lost: str) -> None:
     assert "hang" not in islands.console(by)
 
 
+def loop_at_step(number: int, args: list[str]) -> int:
+    """For `started_ranks`: an island of one process whose training thread loops for ever in a step."""
+    passes = TrainingStep.forward_backward
+
+    def forward_backward(self, step, *rest):
+        while step == number:
+            sum(range(1000))
+        return passes(self, step, *rest)
+
+    TrainingStep.forward_backward = forward_backward
+    return rank_main(args)
+
+
+def test_training_thread_that_loops_ends_its_island_in_one_step_of_the_other(tmp_path):
+    corpus, steps, deadline_s = write_corpus(tmp_path / "corpus.txt"), 12, 3
+    more = ("islands.count=2", f"islands.address=127.0.0.1:{free_port()}", f"hardware.timeout_s={deadline_s}")
+    args = island_arguments(tmp_path, corpus, steps, "model.hidden_size=32", "model.num_hidden_layers=2", *more)
+    a, b = ([*args, f"run.dir={tmp_path / name}"] for name in "ab")
+    with started_ranks(rank_main, 1, a) as ((one,), _), started_ranks(loop_at_step, 1, 4, b) as ((stuck,), _):
+        stuck.join(PATIENCE_S)
+        one.join(PATIENCE_S)
+    status = exit_status.read(tmp_path / "b")
+    assert (one.exitcode, stuck.exitcode, status.why) == (0, 75, "hang")
+    assert status.error.startswith(f"hang: island b: nothing has moved for {deadline_s} s (hardware.timeout_s)\n")
+    assert [row["islands/rows"] for row in rows(tmp_path / "a")] == [6, 6, 6, *[12] * (steps - 3)]
+    assert "for island b, which has not computed step 4" in (tmp_path / "a" / "logs" / "rank-0.log").read_text()
+
+
+@FULL
 def test_training_thread_that_loops_ends_its_island_and_the_other_takes_over(tmp_path):
     with LaunchedIslands(tmp_path, {"a": "one", "b": "one"}, SHORT) as islands:
         islands.reach("a", AT)

@@ -132,11 +132,11 @@ def cluster(tmp_path_factory):
 
 
 @FULL
-def test_slurm_array_trains_islands_and_a_requeued_task_returns(cluster, corpus, tmp_path):
+def test_slurm_array_trains_islands_a_requeued_task_returns_and_a_later_one_joins(cluster, corpus, tmp_path):
     folder = tmp_path / "run"
     args = arguments(folder, corpus, "train.steps=100000", "checkpoint.every=20", "hardware.timeout_s=60")
-    options = ["--array=1-2", "-N", "1", "--gpus-per-node=1", "--time=30"]
-    job = cluster.submit([*options, str(SCRIPTS / "islands.sbatch"), *args], tmp_path, ENV)
+    options = ["-N", "1", "--gpus-per-node=1", "--time=30"]
+    job = cluster.submit([*options, "--array=1-2", str(SCRIPTS / "islands.sbatch"), *args], tmp_path, ENV)
     for island in names(folder):
         wait_for(lambda island=island: len(rows(island)) >= 25, f"steps of {island}", START_S)
     victim = next(p for p in cluster.ranks() if "island-2" in _command(p))
@@ -144,8 +144,11 @@ def test_slurm_array_trains_islands_and_a_requeued_task_returns(cluster, corpus,
     cluster.wait_for_restart(f"{job}_2")
     log = lambda n: (folder / f"island-{n}" / "logs" / "rank-0.out").read_text()
     wait_for(lambda: "without island-2: " in log(1) and "with island-2: " in log(1), "the island to return", START_S)
+    more = cluster.submit([*options, "--array=3", str(SCRIPTS / "islands.sbatch"), *args], tmp_path, ENV)
+    wait_for(lambda: "with island-3: " in log(1), "an island of a later array", START_S)
+    cluster.call("scancel", more)
     assert (folder / "islands" / "token").stat().st_mode & 0o777 == 0o600
-    assert sorted(p.name for p in (folder / "islands" / "addresses").iterdir()) == ["1", "2"]
+    assert sorted(p.name for p in (folder / "islands" / "addresses").iterdir()) == ["1", "2", "3"]
     cluster.call("scancel", job)
     for task in (1, 2):
         cluster.wait(f"{job}_{task}", "CANCELLED")
