@@ -151,6 +151,7 @@ class IslandStep:
         if self._leader:
             self._leader.close()
         self._exchange.close()
+        self._wait.close()
 
     # ----------------------------------------------------------------------------------------------------------- orders
 

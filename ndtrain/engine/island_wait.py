@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ndtrain.device.gpu import use_gpu
 from ndtrain.mesh.collectives import all_reduce
 from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.mesh import Mesh
@@ -47,7 +48,7 @@ class IslandWait:
     def __init__(self, mesh: Mesh, deadline_s: float, tell: Callable[[str], None]):
         self._mesh, self._tell, self._agree_s = mesh, tell, agree_s(deadline_s)
         self._first_line_s = min(FIRST_LINE_S, deadline_s / 2)
-        self._todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         # not an executor, which would wait for the thread at the exit of a rank that fails
         threading.Thread(target=self._serve, name="island wait", daemon=True).start()
@@ -73,6 +74,10 @@ class IslandWait:
                 line_at = 2 * waited
                 self._tell(f"waits {waited:.0f} s for {islands}")
 
+    def close(self) -> None:
+        """End the thread, after the work that it does now."""
+        self._todo.put(None)
+
     def _outcome(self) -> _Outcome | None:
         """Wait for the end of the work, until the next agreement."""
         with suppress(queue.Empty), RECORDER.waiting("other islands"):
@@ -92,8 +97,8 @@ class IslandWait:
 
     def _serve(self) -> None:
         """Do the work, in its thread."""
-        while True:
-            work = self._todo.get()
+        use_gpu(self._mesh.device)
+        while work := self._todo.get():
             try:
                 with torch.no_grad():
                     self._ended.put(_Outcome(work()))
