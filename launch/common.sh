@@ -19,8 +19,12 @@ now=${EPOCHREALTIME:-$(date +%s)} # in seconds; of bash 5, with a fraction
 NDTRAIN_LAUNCH=$(uname -n)-$$-${now/,/.}
 export NDTRAIN_LAUNCH
 
+random_token() {
+    od -An -N32 -tx1 /dev/urandom | tr -d ' \n'
+}
+
 # a secret that ranks sign their messages with, and the interface that they listen on: docs/launch.md
-NDTRAIN_TOKEN=${NDTRAIN_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+NDTRAIN_TOKEN=${NDTRAIN_TOKEN:-$(random_token)}
 export NDTRAIN_TOKEN
 if [ -n "${INTERFACE:-}" ]; then export NDTRAIN_INTERFACE=$INTERFACE; fi
 

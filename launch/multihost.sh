@@ -16,7 +16,7 @@
 #   MIN_HOSTS  minimum number of hosts to continue with after a restart (default: all)
 #   SSH        another remote shell, called as `$SSH HOST COMMAND`; it has to forward standard input
 # Variables NCCL_*, GLOO_*, OMP_*, TORCH_*, CUDA_*, HYDRA_*, NDTRAIN_* and WANDB_MODE are passed to the
-# hosts: NDTRAIN_TOKEN, a secret, on standard input, the others on the command line.
+# hosts: the secrets NDTRAIN_TOKEN and NDTRAIN_ISLANDS_TOKEN on standard input, the others on the command line.
 # Ctrl-C, SIGTERM and SIGUSR1 stop the run after a step, with a checkpoint. Exit codes: docs/launch.md.
 set -euo pipefail
 
@@ -48,7 +48,7 @@ remote_command() { # NODE OVERRIDES...: what a host is to run, in one line
     local node=$1 variables=() name
     shift
     for name in $(compgen -e | grep -E '^((NCCL|GLOO|OMP|TORCH|CUDA|HYDRA|NDTRAIN|CONTAINER)_|(WANDB_MODE|PRELUDE|VENV|CONTAINER)$)'); do
-        [ "$name" != NDTRAIN_TOKEN ] || continue # `ps` shows command lines to everyone
+        case $name in NDTRAIN_TOKEN | NDTRAIN_ISLANDS_TOKEN) continue ;; esac # `ps` shows command lines to everyone
         variables+=("$name=${!name}")
     done
     variables+=(
@@ -71,7 +71,7 @@ fan_out() { # OVERRIDES...: a torchrun on every host; ends all when fewer are le
     for i in "${!hosts[@]}"; do
         # and no pipeline: `wait` would wait for all of it
         "${remote_shell[@]}" "${hosts[i]}" "$(remote_command "$i" "$@")" \
-            < <(exec 9>&- && echo "$NDTRAIN_TOKEN" && exec cat <&7) 7<&- 9>&- &
+            < <(exec 9>&- && printf '%s\n' "$NDTRAIN_TOKEN" "${NDTRAIN_ISLANDS_TOKEN:-}" && exec cat <&7) 7<&- 9>&- &
         pids+=($!)
     done
     while [ "${#pids[@]}" -gt 0 ]; do

@@ -10,12 +10,16 @@
 #   LAUNCH           id of this start, from the calling script
 #   RESTARTS         maximum number of restarts by torchrun after a rank has died
 #   NDTRAIN_TOKEN    the secret that the ranks of all hosts share
-#   WHILE_CONNECTED  if set, the first line of standard input is that secret, and the ranks end when it closes
+#   WHILE_CONNECTED  if set, the first line of standard input is that secret, the second one NDTRAIN_ISLANDS_TOKEN, and
+#                    the ranks end when it closes
 set -euo pipefail
 
-if [ -n "${WHILE_CONNECTED:-}" ] && ! read -r NDTRAIN_TOKEN; then
-    echo "error: standard input is closed: the remote shell has to forward it" >&2
-    exit 2
+if [ -n "${WHILE_CONNECTED:-}" ]; then
+    if ! { read -r NDTRAIN_TOKEN && read -r NDTRAIN_ISLANDS_TOKEN; }; then
+        echo "error: standard input is closed: the remote shell has to forward it" >&2
+        exit 2
+    fi
+    if [ -n "$NDTRAIN_ISLANDS_TOKEN" ]; then export NDTRAIN_ISLANDS_TOKEN; fi
 fi
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,5 +1,7 @@
 """The checks of `islands.*`."""
 
+from pathlib import Path
+
 from ndtrain.config import registry
 from ndtrain.config.schema import DILOCO, Config, require
 
@@ -73,3 +75,8 @@ def addresses(cfg: Config) -> tuple[str, ...]:
 def is_on_this_host(door: str) -> bool:
     """Return True if an address is reachable on this host alone."""
     return door.startswith(_LOOPBACK)
+
+
+def island_name(cfg: Config) -> str:
+    """Return the name of an island: `islands.name`, or the name of its run folder."""
+    return cfg.islands.name or Path(cfg.run.dir).resolve().name

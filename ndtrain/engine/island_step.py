@@ -13,7 +13,6 @@ from ndtrain.data import Batch
 from ndtrain.engine.island_tasks import Task, Tasks
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.validation import rows_here
-from ndtrain.islands.reading import Gone
 from ndtrain.mesh.collectives import all_reduce
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.vocabulary import IGNORE
@@ -89,7 +88,7 @@ class IslandStep:
                 if numbers is not None:
                     self._run.restore(numbers)
                     done = task.step
-            elif task.kind != "wait" and self._tasks.agree(task, self._carry_out(task)):
+            elif task.kind != "wait" and self._carry_out(task):
                 self._count(task)
                 return StepSum(task.step - 1, self._take_sum(task))
 
@@ -121,21 +120,19 @@ class IslandStep:
         self._tasks.close()
 
     def _carry_out(self, task: Task) -> bool:
-        """Return True if this rank has the sum of the gradients over all islands."""
+        """Return True if all ranks have the sum of the gradients, and the step still belongs to this epoch."""
         if task.kind == "work":
             self._compute(task)
         began = time.perf_counter()
-        try:
-            self._exchange.connect(task.connect or {})
-            if task.kind == "work":
-                self._exchange.read_gradients(task.step, task.epoch, self._units, task.names, self._tasks.name)
-            else:
-                self._exchange.read_sum(task.step, self._units, self._tasks.source(task))
-        except Gone:
-            return False
-        finally:
-            self._waited_s += time.perf_counter() - began
-        return True
+        ok = self._tasks.finish(task, lambda: self._read(task))
+        self._waited_s += time.perf_counter() - began
+        return ok
+
+    def _read(self, task: Task) -> None:
+        if task.kind == "work":
+            self._exchange.read_gradients(task.step, task.epoch, self._units, task.names, self._tasks.name)
+        else:
+            self._exchange.read_sum(task.step, self._units, self._tasks.source(task))
 
     def _compute(self, task: Task) -> None:
         """Compute the island's rows, except those that it has computed before, and offer the gradient."""
@@ -159,6 +156,7 @@ class IslandStep:
             self._tasks.measured(len(new) / (time.perf_counter() - began))
         values = {name: unit.grad for name, unit in self._units.items()}
         self._exchange.offer_gradient(task.step, task.epoch, values, self._numbers)
+        self._tasks.offers(task.step)
 
     def _forward_backward(self, step: int, rows: Rows) -> Tensor:
         """Return this rank's losses of rows. Rows after the last one of the global batch are empty."""

@@ -5,19 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ndtrain.engine.island_wait import IslandWait, agree_s
 from ndtrain.islands.exchange import Exchange
 from ndtrain.islands.leader import Leader
 from ndtrain.islands.orders import CatchUp, Heal, Order, Stop, Work
 from ndtrain.islands.reading import Gone
 from ndtrain.islands.wire import WireError
-from ndtrain.mesh.collectives import all_reduce
+from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.json_messages import broadcast_json
 from ndtrain.mesh.mesh import Mesh
 
-_PATIENCE_S = 5.0  # between two messages of rank 0 to the others while the island waits
 _PAUSE_S = 0.1  # before an order is carried out again that has failed
 _SMOOTHING = 0.8  # of the measured speed, per step
 
@@ -55,6 +54,7 @@ class Tasks:
     Args:
         exchange: this rank's.
         leader: of the island, on rank 0.
+        deadline_s: seconds after which a watchdog ends a rank that waits.
         asked: returns another number than 0 if somebody wants the run to stop.
         tell: prints a line for the user.
 
@@ -67,11 +67,13 @@ class Tasks:
         mesh: Mesh,
         exchange: Exchange,
         leader: Leader | None,
+        deadline_s: float,
         asked: Callable[[], float],
         tell: Callable[[str], None],
     ):
         self.exchange, self.leader, self.tell = exchange, leader, tell
         self._mesh, self._asked, self._speed = mesh, asked, 0.0
+        self._wait, self._patience_s = IslandWait(mesh, deadline_s, tell), agree_s(deadline_s)
         self.name = self._from_rank_0(leader and leader.me.name)
 
     def _from_rank_0(self, value: Any) -> Any:
@@ -79,13 +81,14 @@ class Tasks:
 
     def next(self) -> Task:
         """Return what all ranks have to do now. Wait for it for some seconds."""
-        task = self._task_of(self.leader.wait_for_order(_PATIENCE_S)) if self.leader else None
-        if self.leader:
-            for line in self.leader.messages():
-                self.tell(line)
-        if self._mesh.world is None:
-            return task
-        return _task_of(self._from_rank_0(task and dict(task.__dict__)))
+        with RECORDER.waiting("the next task of the islands"):
+            task = self._task_of(self.leader.wait_for_order(self._patience_s)) if self.leader else None
+            if self.leader:
+                for line in self.leader.messages():
+                    self.tell(line)
+            if self._mesh.world is None:
+                return task
+            return _task_of(self._from_rank_0(task and dict(task.__dict__)))
 
     def wait_for_the_others(self) -> None:
         """Serve this island's gradients until no other island needs them."""
@@ -97,6 +100,7 @@ class Tasks:
         if self.leader:
             self.leader.close()
         self.exchange.close()
+        self._wait.close()
 
     def source(self, task: Task) -> str:
         """Return the island that this rank reads from. Ranks spread over all that it may read from."""
@@ -108,11 +112,20 @@ class Tasks:
         if self.leader:
             self.leader.set_speed(self._speed)
 
-    def agree(self, task: Task, complete: bool) -> bool:
-        """Return True if all ranks have the sum, and the step still belongs to this epoch."""
-        if self.leader and complete:
-            complete = self.leader.may_finish(task.step, task.epoch)
-        ok = self._all(complete)
+    def offers(self, step: int) -> None:
+        """Record that all ranks offer their gradients of a step."""
+        if self.leader:
+            self.leader.offers(step)
+
+    def finish(self, task: Task, read: Callable[[], None]) -> bool:
+        """Read what a step needs from other islands. Return True if all ranks have it, and the step still belongs to
+        this epoch: then it is finished.
+
+        Args:
+            read: is called in another thread, and raises `Gone` if it cannot read.
+        """
+        may_finish = lambda: self.leader is None or self.leader.may_finish(task.step, task.epoch)
+        ok = self._wait.run(lambda: self._reads(task, read) and may_finish(), lambda: self._awaited(task))
         if ok:
             self.exchange.withdraw_state()
         if self.leader:
@@ -121,27 +134,35 @@ class Tasks:
             time.sleep(_PAUSE_S)
         return ok
 
-    def _all(self, ok: bool) -> bool:
-        missing = torch.tensor([0.0 if ok else 1.0], device=self._mesh.device)
-        all_reduce(missing, self._mesh.world).wait()
-        return not missing.item()
+    def _reads(self, task: Task, read: Callable[[], None]) -> bool:
+        try:
+            self.exchange.connect(task.connect or {})
+            read()
+        except Gone:
+            return False
+        return True
+
+    def _awaited(self, task: Task) -> str:
+        """Return the islands that this one waits for; empty on ranks that print no line."""
+        if self.leader is None:
+            return ""
+        if task.kind == "work":
+            return self.leader.awaited(task.step)
+        return f"island {' or '.join(task.names)}, from which it reads step {task.step}"
 
     def heal(self, task: Task) -> Tensor | None:
         """Read the state of another island. Return the numbers that belong to it, or None if a rank could not read."""
-        numbers, began = None, time.perf_counter()
-        try:
-            self.exchange.connect(task.connect or {})
-            numbers = self.exchange.read_state(task.step, self.source(task))
-        except Gone:
-            pass
-        ok = self._all(numbers is not None)
+        numbers: list[Tensor] = []
+        began = time.perf_counter()
+        read = lambda: numbers.append(self.exchange.read_state(task.step, self.source(task)))
+        ok = self._wait.run(lambda: self._reads(task, read), lambda: self._awaited(task))
         if self.leader:
             ok = ok and self.leader.heal(task.step, task.epoch)
         if not self._from_rank_0(ok):
             return None
         seconds = time.perf_counter() - began
         self.tell(f"read the state after step {task.step} from {', '.join(task.names)} in {seconds:.1f} s")
-        return numbers
+        return numbers[0]
 
     def _task_of(self, order: Order | None) -> Task:
         try:

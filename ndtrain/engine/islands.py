@@ -15,7 +15,7 @@ from ndtrain.checkpoint import State
 from ndtrain.checkpoint.directory import read_state
 from ndtrain.checkpoint.elements import OUTER, digest
 from ndtrain.config import Config, ConfigError
-from ndtrain.config.island_checks import TOKEN, addresses, is_on_this_host
+from ndtrain.config.island_checks import TOKEN, addresses, is_on_this_host, island_name
 from ndtrain.config.schema import DILOCO, resolved
 from ndtrain.data import Data, Source
 from ndtrain.engine.island_step import IslandStep, LocalRun
@@ -87,7 +87,7 @@ def join_islands(
                 begin = Exchanges.of(cfg).done_at(state.step) if cfg.islands.sync == DILOCO else state.step
                 start = Start(begin, _weights(cfg, state, resumed), _plan(cfg, data))
                 leader = Leader(
-                    _name(cfg),
+                    island_name(cfg),
                     _grain(cfg, mesh),
                     start,
                     _rules(cfg),
@@ -104,7 +104,7 @@ def join_islands(
         describe=lambda: _numbers_of(state, train_step),
         restore=lambda given: _restore(given, state, train_step),
     )
-    tasks = Tasks(mesh, exchange, leader, asked, tell)
+    tasks = Tasks(mesh, exchange, leader, cfg.hardware.timeout_s, asked, tell)
     if cfg.islands.sync == DILOCO:
         return OuterStep(cfg, mesh, train_step, run, tasks, encoding)
     return IslandStep(cfg, mesh, train_step, run, tasks)
@@ -123,10 +123,6 @@ def _encoding(cfg: Config, stages: Stages) -> Encoding:
 
 def _on(mesh: Mesh, batches: list[Any]) -> list[Any]:
     return batches if mesh.device.type == "cpu" else [b.to(mesh.device) for b in batches]
-
-
-def _name(cfg: Config) -> str:
-    return cfg.islands.name or Path(cfg.run.dir).resolve().name
 
 
 def _grain(cfg: Config, mesh: Mesh) -> int:

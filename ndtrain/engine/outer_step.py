@@ -9,8 +9,9 @@ it has learned during an exchange: its weights become the new outer weights plus
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -155,7 +156,7 @@ class OuterStep:
             case "heal":
                 return self._heal(task, done)
             case "catch up":
-                if self._tasks.agree(task, self._read_sum(task)):
+                if self._tasks.finish(task, lambda: self._read_sum(task)):
                     self._use_sum(task)
                     return max(done, self._exchanges.ends(task.step))
             case "work":
@@ -235,8 +236,7 @@ class OuterStep:
             all_reduce_max(scales, self._mesh.world).wait()
         self._offered = _Exchange(base)
         self._exchange.offer_gradient(work.step, work.epoch, delta, self._numbers_here(), scales.cpu())
-        if self._tasks.leader:
-            self._tasks.leader.offer(work.step)
+        self._tasks.offers(work.step)
         self._since = _Since()
         if keep:
             self._read_meanwhile(work)
@@ -262,7 +262,10 @@ class OuterStep:
         offered.epoch = work.epoch
 
         def read() -> None:
-            offered.ok = self._read(work)
+            with suppress(Gone), torch.no_grad():
+                self._exchange.connect(work.connect or {})
+                self._read_gradients(work)
+                offered.ok = True
 
         offered.reading = threading.Thread(target=read, name="outer gradients", daemon=True)
         offered.reading.start()
@@ -270,8 +273,6 @@ class OuterStep:
     def _finish(self, done: int) -> int:
         """Wait until the sum is known on all ranks, and use it. Return the number of finished inner steps."""
         began = time.perf_counter()
-        if self._offered.reading:
-            self._offered.reading.join()
         while True:
             task = self._tasks.next()
             match task.kind:
@@ -284,44 +285,33 @@ class OuterStep:
                     raise AssertionError("the leader has finished an exchange that this rank has not")
                 case "work":
                     self._teach(task)
-                    has_read = self._offered.ok and task.epoch == self._offered.epoch
-                    ok = has_read or self._read_again(task)
-                case "catch up":
-                    ok = self._read_sum(task)
-                case _:
+                    self._exchange.offer_again(task.step, task.epoch, self._units_of(task.step))
+                case "wait":
                     continue
-            self._offered.ok = False
-            if self._tasks.agree(task, ok):
+            if self._tasks.finish(task, partial(self._read, task)):
                 self.numbers["islands/wait_s"] = time.perf_counter() - began
                 self._count(task)
                 self._use_sum(task)
                 return done
 
-    def _read_again(self, task: Task) -> bool:
+    def _read(self, task: Task) -> None:
+        """Read what an exchange needs, unless it has been read meanwhile."""
+        offered = self._offered
+        if offered.reading:
+            offered.reading.join()
+        has_read = offered.ok and task.epoch == offered.epoch
+        offered.ok = False  # a second attempt reads again
+        if task.kind == "catch up":
+            self._read_sum(task)
+        elif not has_read:
+            self._read_gradients(task)
+
+    def _read_gradients(self, task: Task) -> None:
         units = self._units_of(task.step)
-        if task.rows:
-            self._exchange.offer_again(task.step, task.epoch, units)
-        return self._read(task)
+        self._exchange.read_gradients(task.step, task.epoch, units, task.names, self._tasks.name)
 
-    def _read(self, task: Task) -> bool:
-        return self._try(
-            task,
-            lambda: self._exchange.read_gradients(
-                task.step, task.epoch, self._units_of(task.step), task.names, self._tasks.name
-            ),
-        )
-
-    def _read_sum(self, task: Task) -> bool:
-        source = self._tasks.source(task)
-        return self._try(task, lambda: self._exchange.read_sum(task.step, self._units_of(task.step), source))
-
-    def _try(self, task: Task, read: Callable[[], None]) -> bool:
-        try:
-            self._exchange.connect(task.connect or {})
-            read()
-        except Gone:
-            return False
-        return True
+    def _read_sum(self, task: Task) -> None:
+        self._exchange.read_sum(task.step, self._units_of(task.step), self._tasks.source(task))
 
     def _units_of(self, step: int) -> list[str]:
         return self._exchanges.units(step, list(self._units))
@@ -374,6 +364,9 @@ class OuterStep:
 
     def _heal(self, task: Task, done: int) -> int:
         """Read the state of another island, and begin from its outer weights."""
+        if self._offered and self._offered.reading:
+            self._exchange.reader.cancel()
+            self._offered.reading.join()
         numbers = self._tasks.heal(task)
         if numbers is None:
             return done

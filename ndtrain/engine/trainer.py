@@ -11,13 +11,16 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ndtrain import schedule
 from ndtrain.config import Config
+from ndtrain.config.island_checks import island_name
 from ndtrain.config.registry import plugin_parts
 from ndtrain.data import Batch, Prefetcher, Source, Tokens
 from ndtrain.engine.callback import ISLANDS, STOP, Callback
@@ -49,6 +52,7 @@ from ndtrain.program.step import prove_if_short
 from ndtrain.run import exit_status, stop_signals
 from ndtrain.run.hang_watchdog import HangWatchdog
 from ndtrain.run.launcher_report import record_error
+from ndtrain.run.signed_store import SignedStore
 from ndtrain.run.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
@@ -106,11 +110,8 @@ class Trainer:
             undo.push(self._owner)
             self.stop = stop or self._listen(setup)
             self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), setup.rank, setup.device)
-            if setup.connect:
-                deadline_s, on_device = self.cfg.hardware.timeout_s, setup.device.type == "cuda"
-                spec, rank, run_dir = self.mesh.spec, setup.rank, setup.run_dir
-                watchdog = HangWatchdog(setup.connect, spec, rank, run_dir, deadline_s, on_device)
-                self._closing.callback(watchdog.close)
+            if setup.connect or (self.cfg.islands.count and setup.world == 1):
+                self._closing.callback(self._watchdog(setup).close)
             if setup.rank == 0:
                 prove_if_short(self.cfg, setup.device.type)
             self.stages = build_stages(self.cfg, self.mesh)
@@ -140,6 +141,13 @@ class Trainer:
             for note in (*setup.notes, *notes):
                 self.warn(note)
             undo.pop_all()
+
+    def _watchdog(self, setup: RunSetup) -> HangWatchdog:
+        """Start the hang watchdog. An island of one process has one too, because other islands wait for it."""
+        deadline_s, on_device = self.cfg.hardware.timeout_s, setup.device.type == "cuda" and setup.world > 1
+        island = island_name(self.cfg) if self.cfg.islands.count else ""
+        connect = setup.connect or partial(SignedStore, dist.HashStore(), "one process")
+        return HangWatchdog(connect, self.mesh.spec, setup.rank, setup.run_dir, deadline_s, on_device, island)
 
     def _join_islands(self) -> IslandStep | OuterStep:
         """Make this run an island. The others may wait for it, and for each other, until the first step."""

@@ -71,6 +71,7 @@ class Island:
     Attributes:
         epoch: the newest epoch that it knows.
         done: the number of finished steps; None: it has no weights of this run.
+        computed: the last step whose gradient it offers; 0: none.
         effects: what the caller has to do, in order. The caller empties it.
     """
 
@@ -88,7 +89,8 @@ class Island:
         self.me, self.start, self.rules, self.founder, self.doors = me, start, rules, founder, doors
         self.saved, self.previous = saved or Saved(), None
         self.done: int | None = None
-        self.leaving, self.refused, self._offered = False, "", 0
+        self.computed = 0
+        self.leaving, self.refused = False, ""
         self.effects: deque[Effect] = deque()
         self._random, self._began, self._now = random, now, now
         self._limit: int | None = None  # finish no step after it; None: any
@@ -192,6 +194,22 @@ class Island:
         beat = self._peers.beats.get(member.life)
         return beat is not None and beat.number >= epoch.number and beat.done is not None and beat.done >= step - 1
 
+    def awaited(self, step: int) -> str:
+        """Return the islands that a step waits for, and why, as the end of a sentence; empty: this island has no part
+        in the step."""
+        epoch = self._governing(step)
+        if epoch is None:
+            return ""
+        others = [x for x in epoch.members if x.life != self.me.life]
+        sharers = [x for x in others if x.name in epoch.rows(step)]
+        late = [x for x in sharers if self._peers.computed(x) < step]
+        behind = [x for x in others if not self._keeps_up(x, step, epoch)]
+        if late:
+            return _named(late, f"not computed step {step}")
+        if behind:
+            return _named(behind, f"not read the weights before step {step}")
+        return _named(sharers, f"not sent all gradients of step {step}")
+
     def finish(self, step: int, ok: bool, now: float) -> None:
         """Record that all ranks of the island have finished a step, or that some could not."""
         self._now, self._exchanging = now, None
@@ -219,12 +237,6 @@ class Island:
     def leave(self, now: float) -> None:
         """Ask for an epoch without this island."""
         self._now, self.leaving = now, True
-        self._beat()
-        self._work_off()
-
-    def offer(self, step: int, now: float) -> None:
-        """Record that all ranks of the island have offered their gradients of a step."""
-        self._now, self._offered = now, step
         self._beat()
         self._work_off()
 
@@ -332,7 +344,7 @@ class Island:
     # ---------------------------------------------------------------------------------------------------- signs of life
 
     def _beat(self) -> None:
-        beat = m.Beat(self.number, self.done, self.me.speed, self.leaving, self._offered)
+        beat = m.Beat(self.number, self.done, self.me.speed, self.leaving, self.computed)
         for other in self._others():
             self._send(other.address, beat)
 
@@ -658,6 +670,12 @@ class Island:
             self.start = Start(self.done, f"{self.me.life} {self.done}", self.start.plan)
             self.done = None
             self.effects.append(Cancel(epoch.number))
+
+
+def _named(members: Sequence[Member], lacks: str) -> str:
+    """Return the names of islands, and what they have not done."""
+    names, several = ", ".join(x.name for x in members), len(members) > 1
+    return f"island{'s' * several} {names}, which {'have' if several else 'has'} {lacks}"
 
 
 def _description(old: Epoch | None, new: Epoch) -> str:

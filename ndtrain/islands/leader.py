@@ -135,6 +135,16 @@ class Leader:
                     self._changed.wait(_TICK_S)
             return bool(verdict)
 
+    def offers(self, step: int) -> None:
+        """Record that all ranks of the island offer their gradient of a step."""
+        with self._changed:
+            self.island.computed = step
+
+    def awaited(self, step: int) -> str:
+        """Return the islands that a step waits for, as `Island.awaited` does."""
+        with self._changed:
+            return self.island.awaited(step)
+
     def finish(self, step: int, ok: bool) -> None:
         """Record that all ranks have finished a step, or that some could not."""
         with self._changed:
@@ -152,12 +162,6 @@ class Leader:
         """Ask for an epoch without this island."""
         with self._changed:
             self.island.leave(time.monotonic())
-            self._carry_out()
-
-    def offer(self, step: int) -> None:
-        """Record that all ranks have offered their gradients of a step."""
-        with self._changed:
-            self.island.offer(step, time.monotonic())
             self._carry_out()
 
     def is_late(self, step: int) -> bool:

@@ -39,14 +39,14 @@ class Beat:
         done: the number of steps that it has finished; None: it has no weights yet.
         speed: rows per second; 0: unknown.
         leaving: True if it wants to leave at the next opportunity.
-        offered: the last step whose gradient it has offered.
+        computed: the last step whose gradient it offers; 0: none.
     """
 
     number: int
     done: int | None
     speed: float
     leaving: bool
-    offered: int = 0
+    computed: int = 0
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "done": _optional(_count),
     "speed": _number,
     "leaving": _bool,
-    "offered": _count,
+    "computed": _count,
     "has_sum": _bool,
     "start": start_of,
     "reason": _text,

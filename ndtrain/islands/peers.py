@@ -21,7 +21,7 @@ class Peers:
         self._heard: dict[str, float] = {}  # life -> the time of its last message
         self.beats: dict[str, Beat] = {}
         self.ended: dict[str, bool] = {}
-        self._offered: dict[str, tuple[int, float]] = {}  # life -> the last offered step, and when it was heard of
+        self._computed_at: dict[str, tuple[int, float]] = {}  # life -> `Beat.computed`, and when it was first heard
 
     @property
     def are_silent(self) -> bool:
@@ -49,13 +49,17 @@ class Peers:
     def take(self, life: str, beat: Beat, now: float) -> None:
         """Record a sign of life."""
         self.beats[life] = beat
-        if self._offered.get(life, (0, now))[0] < beat.offered:
-            self._offered[life] = beat.offered, now
+        if self._computed_at.get(life, (0, now))[0] < beat.computed:
+            self._computed_at[life] = beat.computed, now
+
+    def computed(self, member: Member) -> int:
+        """Return the last step whose gradient a member offers, as far as known."""
+        return self._computed_at.get(member.life, (0, 0.0))[0]
 
     def offered_s(self, member: Member, step: int, now: float) -> float:
         """Return for how many seconds a member has offered its gradient of a step; 0: it has not."""
-        offered, since = self._offered.get(member.life, (0, now))
-        return now - since if offered >= step else 0.0
+        computed, since = self._computed_at.get(member.life, (0, now))
+        return now - since if computed >= step else 0.0
 
     def is_leaving(self, member: Member) -> bool:
         beat = self.beats.get(member.life)

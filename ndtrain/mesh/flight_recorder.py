@@ -50,6 +50,7 @@ class Recorder:
         members: channel -> the global ranks on it.
         mark: None, or a function that returns a context manager. Each wait runs inside it, so that a profiler shows it.
         last: the last records, oldest first.
+        moves: the number of steps begun, operations launched, and waits begun or ended.
         counts: channel -> number of operations launched on it.
         journal: None, or the list to which every launch and every wait is appended, in order.
         device: the pending operations on this process's GPU; None: operations on a GPU are not followed.
@@ -64,6 +65,7 @@ class Recorder:
         self._marks: dict[int, AbstractContextManager] = {}
         self.last: deque[CollectiveRecord] = deque(maxlen=kept)
         self.counts: dict[str, int] = {}
+        self.moves = 0
         self.journal: list[Entry] | None = None
         self._channels: dict[str, str] = {}
         self._waits: dict[int, CollectiveRecord] = {}
@@ -81,6 +83,7 @@ class Recorder:
     def begin(self, step: int) -> None:
         """Mark the beginning of a step. `busy` subtracts only the waits of the calling thread."""
         self.step, self.action, self.op = step, "begin", None
+        self.moves += 1
         self._began, self._waited, self._main = time.monotonic(), 0.0, threading.get_ident()
 
     @property
@@ -116,6 +119,7 @@ class Recorder:
         record = CollectiveRecord(op, channel, number, nbytes, self.step, self.action, time.monotonic())
         record.on_device = self.device is not None and self.device.runs(group)
         self.last.append(record)
+        self.moves += 1
         if self.journal is not None:
             ranks = self.members.get(whole, tuple(range(group.size())))
             self.journal.append(
@@ -142,6 +146,7 @@ class Recorder:
     def enter(self, record: CollectiveRecord) -> None:
         """Mark the beginning of this thread's wait for `record`."""
         record.waited = time.monotonic()
+        self.moves += 1
         self._waits[id(record)] = record
         if self.journal is not None:
             self.journal.append(Entry(record, threading.get_ident(), op=self.op))
@@ -154,6 +159,7 @@ class Recorder:
         if mark := self._marks.pop(id(record), None):
             mark.__exit__(None, None, None)
         record.ended = time.monotonic()
+        self.moves += 1
         self._waits.pop(id(record), None)
         if threading.get_ident() == self._main:
             self._waited += record.ended - record.waited

@@ -155,6 +155,8 @@ def diagnose(reports: dict[int, Report], spec: MeshSpec) -> str:
         op, late = waited_for[r]
         lines.append(f"{_ranks([r], spec)} waits for {_ranks(late, spec, False)}: {_where(reports[r], op)}")
     lines += [f"{_ranks([r], spec)} waits: {_where(reports[r], reports[r].waits)}" for r in rest[:SHOWN]]
+    if not lines:
+        lines = [f"{_ranks([r], spec)} does nothing: {_where(reports[r], None)}" for r in sorted(reports)[:SHOWN]]
     return "\n  ".join(lines or ["no rank waits for another"])
 
 

@@ -3,6 +3,9 @@
 A thread on every rank checks how long its rank has been waiting. With a GPU the host does not wait. In this case the
 thread checks for how long the GPU has completed no pending operation (`DeviceProgress`).
 
+The training thread of an island may hang without a wait, and other islands wait for it. In an island, the thread
+therefore also checks for how long the recorder has recorded nothing.
+
 If a wait exceeds the deadline, that rank alerts the others through the store. Each rank publishes its state (`Report`).
 One rank reads the reports and prints a diagnosis. It names the ranks that the others wait for, with the step, the
 action, the collective and the axis. It also names ranks that do not answer. Then all ranks exit, and a launcher can
@@ -30,6 +33,7 @@ from ndtrain.run.hang_diagnosis import Report, diagnose
 from ndtrain.run.signed_store import SignedStore
 
 PAUSE_S = 1.0  # maximum interval between two checks
+STOPPED_S = 5.0  # a check that is late by this time shows that the process was stopped
 GATHER_S = 3.0  # time to wait for the reports of the other ranks
 CALLED = "hang/called"  # key of the alert; its value is the rank that has exceeded the deadline
 LAST_S = 6.0  # a hanging rank exits after this time, even if the store does not answer
@@ -43,6 +47,8 @@ class HangWatchdog:
         run_dir: the folder for `logs/hang-rank-*.json` and exit.json.
         deadline_s: maximum duration of a wait, in seconds.
         on_device: True to track the operations on this process's GPU.
+        island: name of the island that the run is; empty: it is none. An island also ends if its training thread does
+            nothing for the deadline.
     """
 
     def __init__(
@@ -53,9 +59,12 @@ class HangWatchdog:
         run_dir: Path,
         deadline_s: float,
         on_device: bool = False,
+        island: str = "",
     ):
         RECORDER.device = DeviceProgress() if on_device else None
         self.spec, self.rank, self.run_dir, self.deadline_s = spec, rank, run_dir, deadline_s
+        self._island, self._seen, self._seen_at = island, (0,), time.monotonic()
+        self._checked_at = self._runs_since = time.monotonic()
         self._connect, self._main = connect, threading.get_ident()
         self._closed, self._called = threading.Event(), threading.Event()
         self._caller: int | None = None  # the other rank that has sent the alert; None: no alert, or from this rank
@@ -76,9 +85,21 @@ class HangWatchdog:
         while not self._closed.wait(self._pause):
             if (device := RECORDER.device) is not None:
                 device.poll()
-            if self._called.is_set() or RECORDER.longest_wait()[1] > self.deadline_s:
+            if self._called.is_set() or self._stuck_s() > self.deadline_s:
                 self._end()
                 return
+
+    def _stuck_s(self) -> float:
+        """Return the seconds for which this rank has waited, or for which the training thread of an island has done
+        nothing. The time before the process was last stopped (SIGSTOP) does not count."""
+        now = time.monotonic()
+        if now - self._checked_at > self._pause + STOPPED_S:
+            self._runs_since = now
+        self._checked_at = now
+        if (place := (RECORDER.step, RECORDER.action, RECORDER.op, RECORDER.moves)) != self._seen:
+            self._seen, self._seen_at = place, now
+        counts = self._island and RECORDER.step > 0  # before the first step, weights are read
+        return min(now - self._runs_since, max(RECORDER.longest_wait()[1], now - self._seen_at if counts else 0.0))
 
     def _listen(self) -> None:
         """Wait for an alert from another rank. A lost connection is ignored, because the store ends with rank 0."""
@@ -101,7 +122,7 @@ class HangWatchdog:
             report, {self.rank: report}, " (the run's store does not answer: this host may be the one that is cut off)"
         )
         _end_stuck_launcher()
-        os._exit(1)
+        os._exit(self._exit_code)
 
     def _publish(self, report: Report) -> None:
         """Put the report into the store, alert the other ranks, and end this rank.
@@ -119,7 +140,7 @@ class HangWatchdog:
                 messages.put("hang/diagnosed", self.rank)
                 time.sleep(PAUSE_S)  # the store may end with this rank
             messages.wait("hang/diagnosed", LAST_S)
-            os._exit(1)
+            os._exit(self._exit_code)
 
     def _gather(self, messages: SignedStore) -> dict[int, Report]:
         """Return the reports of all ranks that answer within `GATHER_S`."""
@@ -136,7 +157,8 @@ class HangWatchdog:
             diagnosis = diagnose(reports, self.spec)
         except Exception as error:  # the run must end in any case
             diagnosis = f"no diagnosis: {error!r}"
-        text = f"hang: {self._cause()}{remark}\n  {diagnosis}"
+        of = f"island {self._island}: " if self._island else ""
+        text = f"hang: {of}{self._cause()}{remark}\n  {diagnosis}"
         last = f"the last actions of each rank: {self._folder}/hang-rank-*.json"
         print(f"error: {text}\n  {last}", file=sys.stderr, flush=True)
         exit_status.write_first(self.run_dir, "hang", rank=self.rank, error=text, step=own.reached - 1)
@@ -145,6 +167,11 @@ class HangWatchdog:
         """Return the reason why the run ends: the deadline of this rank, or of the rank that sent the alert."""
         moved = f"nothing has moved for {self.deadline_s:g} s (hardware.timeout_s)"
         return moved if self._caller is None else f"alert from rank {self._caller}: {moved}"
+
+    @property
+    def _exit_code(self) -> int:
+        """1 for a launcher, which reads exit.json. Without a launcher, the code itself."""
+        return 1 if exit_status.JOB in os.environ else exit_status.CODES["hang"]
 
     @property
     def _folder(self) -> Path:

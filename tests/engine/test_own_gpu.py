@@ -122,6 +122,7 @@ THREADS = {
     "data/prepare.py": False,
     "data/progress.py": False,
     "data/workers.py": False,
+    "engine/island_wait.py": True,
     "islands/leader.py": False,  # the islands' threads see only tensors on the host
     "islands/reading.py": False,
     "islands/wire.py": False,

@@ -17,6 +17,7 @@ START = m.Start(5, "hash", {"model": "tiny"})
 ONE_OF_EACH = [
     m.Beat(2, None, 0.0, False),
     m.Beat(2, 7, 1.5, True),
+    m.Beat(2, 7, 1.5, True, 8),
     m.Join(START),
     m.Refuse("because"),
     m.Meet(MEMBERS),
@@ -199,6 +200,8 @@ def test_epoch_of_field_out_of_bounds_raises_value_error(path, value):
         (m.Accepted(3, (1, "a")), ("number",), 2**53),
         (m.Beat(2, 7, 1.5, True), ("speed",), 1e12),
         (m.Beat(2, 7, 1.5, True), ("done",), -1),
+        (m.Beat(2, 7, 1.5, True), ("computed",), -1),
+        (m.Beat(2, 7, 1.5, True), ("computed",), None),
         (m.Busy(3, (2, "b")), ("ballot",), [1]),
         (m.Busy(3, (2, "b")), ("ballot",), [1, "a", 2]),
         (m.Busy(3, (2, "b")), ("ballot",), ["a", 1]),

@@ -307,6 +307,57 @@ def test_scene_host_of_one_of_two_lost_the_other_waits_and_names_it(lost):
     scene.run_to_end()
 
 
+def stick(scene: Scene, name: str) -> None:
+    """Let the ranks of an island do nothing more, while its leader goes on."""
+    scene.processes[name].rank.task += 1
+    scene.processes[name].rank.kind = "stuck"
+
+
+def awaited(scene: Scene) -> tuple[int, str]:
+    """Return the step in which the first island waits, and for whom."""
+    step = scene.done("i0") + 1
+    return step, scene.island("i0").awaited(step)
+
+
+def test_scene_island_computes_nothing_more_the_others_name_it_and_wait():
+    scene = started(3)
+    stick(scene, "i1")
+    scene.run_for(60)
+    step, line = awaited(scene)
+    assert line == f"island i1, which has not computed step {step}" and len(scene.epochs) == 1
+    stick(scene, "i2")
+    scene.island("i2").computed = 0
+    scene.run_for(5)
+    assert awaited(scene) == (step, f"islands i1, i2, which have not computed step {step}")
+    scene.kill("i1")
+    scene.kill("i2")
+    scene.start("i1")
+    scene.start("i2")
+    scene.run_to_end()
+
+
+def test_scene_island_computed_but_sends_nothing_the_others_name_it():
+    scene = started(2)
+    stick(scene, "i1")
+    scene.run_for(20)
+    scene.island("i1").computed = awaited(scene)[0]
+    scene.run_for(5)
+    step, line = awaited(scene)
+    assert line == f"island i1, which has not sent all gradients of step {step}"
+
+
+def test_scene_new_island_reads_no_weights_the_others_name_it():
+    scene = started(3, 80)
+    scene.kill("i2")
+    scene.run_for(8)
+    scene.start("i2")
+    scene.run(lambda: "i2" in scene.island("i0").epoch.learners)
+    stick(scene, "i2")
+    scene.run_for(20)
+    step, line = awaited(scene)
+    assert line == f"island i2, which has not read the weights before step {step}"
+
+
 # ---------------------------------------------------------------------------------------------------------- kill points
 
 

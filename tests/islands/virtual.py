@@ -269,6 +269,7 @@ class Cluster:
         order = process.rank.order
         process.grads = {key: held for key, held in process.grads.items() if key[0] >= step - 1}
         process.grads[step, order.epoch] = rows
+        process.island.computed = step
         process.rank.kind = "read"
         left = {(number, s.life) for s in order.sharers for number in range(2)}
         taken: dict[str, frozenset[int]] = {}

@@ -171,6 +171,48 @@ def watchdog(tmp_path, monkeypatch) -> Iterator[HangWatchdog]:
     watchdog.close()
 
 
+@pytest.fixture
+def of_island(tmp_path, monkeypatch) -> Iterator[HangWatchdog]:
+    """The watchdog of an island in its first step, whose end is an event."""
+    ended = threading.Event()
+    monkeypatch.setattr(HangWatchdog, "_end", lambda self: ended.set())
+    RECORDER.begin(1)
+    messages = SignedStore(dist.HashStore(), "attempt", "secret")
+    watchdog = HangWatchdog(lambda: messages, MeshSpec(("dp",), (1,)), 0, tmp_path, 0.5, island="east")
+    watchdog.ended = ended
+    yield watchdog
+    watchdog.close()
+    RECORDER.step = 0
+
+
+def test_island_that_does_nothing_ends_and_names_itself(of_island):
+    for index in range(20):  # twice the deadline, in which something moves
+        RECORDER.op = index
+        assert not of_island.ended.wait(0.05)
+    assert of_island.ended.wait(20)
+    own = Report.of(RECORDER, 0, threading.get_ident())
+    of_island._diagnose(own, {0: own})
+    first, second = exit_status.read(of_island.run_dir).error.splitlines()
+    assert first == "hang: island east: nothing has moved for 0.5 s (hardware.timeout_s)"
+    assert second.startswith("  rank 0 does nothing: step 1, begin, op 19, in no collective, at ")
+
+
+def test_island_that_only_waits_shortly_does_not_end(of_island):
+    for _ in range(20):
+        with RECORDER.waiting("other islands"):
+            assert not of_island.ended.wait(0.05)
+
+
+def test_time_for_which_the_process_was_stopped_is_no_hang(of_island, monkeypatch):
+    """Its clock jumps, and no check comes in between."""
+    now, jump = time.monotonic, 0.0
+    monkeypatch.setattr("ndtrain.run.hang_watchdog.time", SimpleNamespace(monotonic=lambda: now() + jump))
+    assert not of_island.ended.wait(0.2)
+    jump = 100.0
+    assert not of_island.ended.wait(0.3)
+    assert of_island.ended.wait(20)  # since it goes on, it has done nothing for the deadline
+
+
 def test_alerted_rank_names_caller(watchdog):
     SignedStore(watchdog.store, "attempt", "secret").put(CALLED, 3)
     assert watchdog.ended.wait(20)
