@@ -22,7 +22,7 @@ Rows = Sequence[int]
 
 @dataclass(frozen=True)
 class LocalRun:
-    """What the steps of an island need of the run.
+    """The parts of a run that the steps of an island use.
 
     Attributes:
         batches: returns this rank's microbatches of a step (counted from 0), for rows of the global batch.

@@ -1,4 +1,4 @@
-"""The tasks of an island: what its leader has been told to do, on all its ranks."""
+"""The tasks of an island: the orders of its leader, on all its ranks."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -219,7 +219,7 @@ class OuterStep:
         return max(done, self._exchanges.begins(task.step)) if task.late else done
 
     def _offer(self, work: Task, keep: bool) -> None:
-        """Offer the outer gradients, and begin to read those of the others.
+        """Offer the outer gradients, and begin to read the other islands' outer gradients.
 
         Args:
             keep: True if training goes on before the sum is used.
@@ -392,7 +392,7 @@ class OuterStep:
 
 @dataclass
 class _Since:
-    """What this island has done since the last exchange.
+    """The work of this island since the last exchange.
 
     Attributes:
         rows: the number of rows that it has trained on.

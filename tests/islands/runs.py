@@ -86,6 +86,21 @@ class Islands:
         for p in self._running[name][0]:
             p.join()
 
+    def pause(self, name: str, seconds: float) -> None:
+        """Stop all processes of an island, and let them go on."""
+        for p in self._running[name][0]:
+            os.kill(p.pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        for p in self._running[name][0]:
+            os.kill(p.pid, signal.SIGCONT)
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        """Wait until an island has logged a step."""
+        end = time.monotonic() + PATIENCE_S
+        while self.step(name) < step:
+            assert time.monotonic() < end and not any(self.exit_codes(name)), self.failures()
+            time.sleep(0.02)
+
     def exit_codes(self, name: str) -> list[int | None]:
         return [p.exitcode for p in self._running[name][0]]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.islands.runs import Islands, island_arguments
+from tests.islands.runs import Islands, island_arguments, kill_and_revive
 from tests.lib.diloco import reference
 from tests.lib.helpers import checkpoint_of, rows, write_corpus
 
@@ -46,3 +46,67 @@ def test_diloco_of_different_meshes_equals_one_process(case, tmp_path):
             assert set(saved.keys()) == set(wanted)
             for tensor, whole in wanted.items():
                 torch.testing.assert_close(saved.get_tensor(tensor), whole, rtol=1e-9, atol=1e-10, msg=tensor)
+
+
+def arguments_of(tmp_path, steps: int, *more: str) -> list[str]:
+    own = ["islands.sync=diloco", "islands.inner_steps=5", "islands.codec=int8", "model.hidden_size=32", *more]
+    return island_arguments(tmp_path, write_corpus(tmp_path / "corpus.txt"), steps, *own)
+
+
+def check_same_weights(tmp_path, names, steps: int) -> None:
+    """All islands end with the same bits."""
+    saved = [checkpoint_of(tmp_path / name, steps) / "model.safetensors" for name in names]
+    assert len({path.read_bytes() for path in saved}) == 1
+
+
+@pytest.mark.full
+def test_island_that_is_killed_and_returns_begins_with_the_outer_weights(tmp_path):
+    """The other island goes on alone. The returning one reads the outer weights, and both end with the same ones."""
+    steps = 150
+    with Islands(tmp_path, arguments_of(tmp_path, steps, "islands.delay=2"), {"a": "one", "b": "one"}) as islands:
+        islands.start("a")
+        islands.start("b")
+        islands.wait_for_step("b", 12)
+        islands.kill("b")
+        at = islands.step("a")
+        islands.wait_for_step("a", at + 10)
+        islands.start("b", "resume=auto")
+        islands.wait()
+    check_same_weights(tmp_path, "ab", steps)
+    sharers = {row["islands/sharers"] for row in rows(tmp_path / "a")}
+    assert [row["step"] for row in rows(tmp_path / "a")] == list(range(1, steps + 1)) and sharers == {1, 2}
+    returned = [row["step"] for row in rows(tmp_path / "b")]
+    assert returned[-1] == steps and returned != list(range(returned[0], steps + 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["one", "tp"])
+def test_slow_island_stops_its_inner_steps_earlier_after_the_grace_time(mesh, tmp_path):
+    steps = 100
+    args = arguments_of(tmp_path, steps, "islands.grace_s=0.5", "islands.inner_steps=20", "optim.warmup=2")
+    with Islands(tmp_path, args, {"a": "one", "b": mesh}) as islands:
+        islands.start("a")
+        islands.start("b")
+        islands.wait_for_step("b", 21)
+        islands.pause("b", seconds=4.0)
+        islands.wait()
+    check_same_weights(tmp_path, "ab", steps)
+    assert [row["step"] for row in rows(tmp_path / "a")] == list(range(1, steps + 1))
+    missed = set(range(1, steps + 1)) - {row["step"] for row in rows(tmp_path / "b")}
+    assert missed and max(missed) < steps
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_islands_that_are_killed_at_random_moments_end_with_the_same_weights(seed, tmp_path):
+    steps = 400
+    meshes = [["tp", "one"], ["one", "fsdp", "one"]][seed % 2]
+    more = ["islands.fragments=5", "checkpoint.every=25"] if seed < 2 else ["islands.delay=3", "checkpoint.every=25"]
+    names = dict(zip("abc", meshes, strict=False))
+    with Islands(tmp_path, arguments_of(tmp_path, steps, *more), names) as islands:
+        for name in names:
+            islands.start(name)
+        done = kill_and_revive(islands, 5, steps, seed)
+        islands.wait()
+    check_same_weights(tmp_path, names, steps)
+    assert done == 5
