@@ -76,6 +76,10 @@ class Islands:
         for p in self._running[name][0]:
             p.join()
 
+    def pid(self, name: str) -> int:
+        """Return the process of an island's rank 0."""
+        return self._running[name][0][0].pid
+
     def exit_codes(self, name: str) -> list[int | None]:
         return [p.exitcode for p in self._running[name][0]]
 

@@ -1,0 +1,29 @@
+"""Options that the trials share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ndtrain.arguments import option
+from ndtrain.measure.results import require_folder
+from ndtrain.plan.fault_tolerance import above_0
+
+
+def number(text: str, default: float) -> Any:
+    """Return a field for a positive number."""
+    return option(text, default, read=above_0)
+
+
+@dataclass(frozen=True)
+class TrialOptions:
+    """Options of every trial."""
+
+    args: str = option("further overrides of the islands, separated by blanks", "")
+    out: str = option("JSON file for all results", "")
+
+    def check(self) -> None:
+        """Check the options.
+
+        Raises:
+            ConfigError: options that do not go together.
+        """
+        require_folder("out", self.out)
