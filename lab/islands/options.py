@@ -14,10 +14,9 @@ def number(text: str, default: float) -> Any:
 
 
 @dataclass(frozen=True)
-class TrialOptions:
+class OutOptions:
     """Options of every trial."""
 
-    args: str = option("further overrides of the islands, separated by blanks", "")
     out: str = option("JSON file for all results", "")
 
     def check(self) -> None:
@@ -27,3 +26,10 @@ class TrialOptions:
             ConfigError: options that do not go together.
         """
         require_folder("out", self.out)
+
+
+@dataclass(frozen=True)
+class TrialOptions(OutOptions):
+    """Options of the trials whose islands take overrides."""
+
+    args: str = option("further overrides of the islands, separated by blanks", "")

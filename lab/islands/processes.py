@@ -112,5 +112,3 @@ def _open_files(pid: int) -> Iterator[str]:
             yield os.readlink(entry.path)
     except OSError:  # it has ended, or has closed the file
         return
-
-

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import safe_open
 
@@ -159,6 +160,29 @@ def kill_and_revive(islands: Islands, kills: int, steps: int, seed: int) -> int:
         time.sleep(draw.uniform(0, 1.0))
         islands.start(name, "resume=auto")
     return done
+
+
+class Killed(NamedTuple):
+    """The result of a run with kills: the kills, and the largest differences from an undisturbed process, relative."""
+
+    kills: int
+    of_curves: float
+    of_tensors: float
+
+
+def run_with_kills(folder: Path, corpus: Path, meshes: Sequence[str], kills: int, steps: int, seed: int) -> Killed:
+    """Run islands of these meshes that are killed at random moments and return, and one undisturbed process."""
+    args = island_arguments(folder, corpus, steps, "checkpoint.every=10", "checkpoint.keep=2", "model.hidden_size=32")
+    run_one(folder / "reference", args)
+    names = dict(zip("abcdefgh", meshes, strict=False))
+    with Islands(folder, args, names) as islands:
+        for name in names:
+            islands.start(name)
+        done = kill_and_revive(islands, kills, steps, seed)
+        islands.wait()
+    one, others = folder / "reference", [folder / name for name in names]
+    of_tensors = max(largest_difference_of_tensors(one, other, steps) for other in others)
+    return Killed(done, max(largest_difference(one, other) for other in others), of_tensors)
 
 
 def _reach(islands: Islands, goal: int, end: float) -> bool:
