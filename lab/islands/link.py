@@ -49,7 +49,7 @@ class Options(TrialOptions):
 
     def check(self) -> None:
         super().check()
-        if reason := namespaces.missing():
+        if reason := namespaces.missing() or wide_area.missing():
             raise ConfigError(reason)
 
 

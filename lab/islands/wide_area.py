@@ -28,6 +28,7 @@ _QUEUE_S = 0.2  # of sending at full speed, after which a queue is full
 _LEAST_QUEUE = 64 * 1024
 _FRAME = 2048  # bytes that a frame has at most
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of setns
+_DEVICE = Path("/dev/net/tun")
 _SET_INTERFACE, _TAP_WITHOUT_HEADER = 0x400454CA, 0x1002  # TUNSETIFF; IFF_TAP | IFF_NO_PI
 _BROADCAST = 1  # this bit of the first byte of a target
 
@@ -96,6 +97,11 @@ class Network:
         heapq.heappush(self._travelling, (at, next(self._order), target, source, frame))
 
 
+def missing() -> str | None:
+    """Return the reason why this network cannot be created here, or None."""
+    return None if _DEVICE.exists() else f"a slow network needs {_DEVICE}"
+
+
 def open_card(namespace: str) -> int:
     """Create the card of a namespace, and return its file descriptor. This process then is in that namespace.
 
@@ -105,7 +111,7 @@ def open_card(namespace: str) -> int:
     with open(f"/run/netns/{namespace}") as there:
         if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
-    card = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    card = os.open(_DEVICE, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(card, _SET_INTERFACE, struct.pack("16sH22x", CARD.encode(), _TAP_WITHOUT_HEADER))
     return card
 

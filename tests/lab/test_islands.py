@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from lab.islands import figures
+from lab.islands import figures, probe, wide_area
 from lab.islands.__main__ import main
 from lab.islands.partition import Options as PartitionOptions
 from lab.islands.partition import _has_all
@@ -14,6 +14,7 @@ from lab.islands.processes import listener, usage
 from lab.islands.watch import Finished, RowReader, logged
 from lab.islands.wide_area import Line, Network
 from ndtrain.arguments import ArgumentError, parse
+from tests.lib import namespaces
 
 
 def row(at: float, island: str, step: int, loss: float = 1.0) -> Finished:
@@ -180,3 +181,11 @@ def test_full_queue_drops_frames():
     left = [line.send(0.0, 1000) for _ in range(100)]
     assert left[:65] == [1.0 + i for i in range(65)] and set(left[65:]) == {None}
     assert line.send(10.0, 1000) == 66.0
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(namespaces.missing() or wide_area.missing()), reason="no network namespaces here")
+def test_programs_see_the_delay_and_the_bandwidth():
+    with namespaces.hosts(2) as hosts, wide_area.wide_area(hosts, mbit=20, delay_ms=10):
+        link = probe.measure(*hosts, megabytes=5)
+    assert 20 <= link["round_trip_ms"] < 60 and 10 < link["mbit"] <= 20
