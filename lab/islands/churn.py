@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.islands import recipe
-from lab.islands.figures import disagreements, growth, rate, repeated, rounded
+from lab.islands.figures import growth, rate, rounded
 from lab.islands.options import TrialOptions, number
 from lab.islands.processes import hidden_output, listener, usage
 from lab.islands.watch import Watcher, logged, wait_until
@@ -150,11 +150,9 @@ class _Churn:
 
     def _result(self, measured: dict[str, Any], stuck: list[str], alive: bool) -> dict[str, Any]:
         ended = [name for name in self.islands.meshes if self.islands.exit_codes(name) != [None]]
-        different, again = disagreements(self.seen.finished), repeated(self.seen.finished)
         faults = [f"{name} is stuck at step {self.seen.step(name)}" for name in stuck]
         faults += [f"{name} has ended: {logged(self.folder / name)[-1:]}" for name in ended]
-        faults += [f"steps {different[:5]} have several losses"] * bool(different)
-        faults += [f"{island} has done step {step} twice" for island, step in again[:5]]
+        faults += self.options.disagreements(self.seen.finished)
         faults += ["the survivor was restarted"] * (not alive)
         kinds = ("rss_mib", "threads", "files")
         of_survivor = {kind: [(at, used[kind]) for at, used in self.samples[self.survivor]] for kind in kinds}

@@ -1,8 +1,11 @@
 """Options that the trials share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lab.islands.figures import disagreements, repeated
+from lab.islands.watch import Finished
 from ndtrain.arguments import option
 from ndtrain.measure.results import require_folder
 from ndtrain.plan.fault_tolerance import above_0
@@ -33,3 +36,12 @@ class TrialOptions(OutOptions):
     """Options of the trials whose islands take overrides."""
 
     args: str = option("further overrides of the islands, separated by blanks", "")
+    equal: bool = option("fail if a step has several losses; false: islands exchange more rarely than each step", True)
+
+    def disagreements(self, finished: Sequence[Finished]) -> list[str]:
+        """Return what is wrong with the losses of steps."""
+        if not self.equal:
+            return []
+        different, again = disagreements(finished), repeated(finished)
+        several = [f"steps {different[:5]} have several losses"] if different else []
+        return [*several, *(f"{island} has done step {step} twice" for island, step in again[:5])]

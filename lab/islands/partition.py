@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.islands import recipe
-from lab.islands.figures import disagreements, first_finishes, next_step_after, repeated, rounded
+from lab.islands.figures import first_finishes, next_step_after, rounded
 from lab.islands.options import TrialOptions, number
 from lab.islands.processes import Islands
 from lab.islands.watch import Finished, Watcher, logged, wait_until
@@ -85,7 +85,7 @@ def _trial(options: Options, islands: Islands, seen: Watcher, sides: list[list[s
     complete = wait_until(lambda: len(islands.ended()) == len(islands.names), _PATIENCE_S)
     time.sleep(0.1)  # the watcher reads the last rows
     each = [_of_side(seen.finished, side, cut, healed) for side in sides]
-    faults = _faults(seen.finished, islands, each)
+    faults = [*_faults(islands, each), *options.disagreements(seen.finished)]
     faults += ["the run ended before the cut: give more steps"] * any(x["last_step"] >= options.steps for x in each)
     faults += [] if complete else [f"not all have finished: {_lines(islands, healed)}"]
     return {
@@ -112,14 +112,11 @@ def _of_side(finished: Sequence[Finished], side: Sequence[str], cut: float, heal
     }
 
 
-def _faults(finished: Sequence[Finished], islands: Islands, each: Sequence[dict[str, Any]]) -> list[str]:
+def _faults(islands: Islands, each: Sequence[dict[str, Any]]) -> list[str]:
     going = [own["islands"] for own in each if own["steps_during_cut"] > 1]  # one step may have been in progress
-    different, again = disagreements(finished), repeated(finished)
     failed = {name: code for name, code in islands.ended().items() if code}
     return [
         *([f"several sides went on: {going}"] * (len(going) > 1)),
-        *([f"steps {different[:5]} have several losses"] * bool(different)),
-        *(f"{island} has done step {step} twice" for island, step in again[:5]),
         *(f"{name} has ended with code {code}" for name, code in failed.items()),
     ]
 
