@@ -4,13 +4,15 @@ Islands: one of them is killed, and started again after a few steps. The job: th
 killed in the middle between two checkpoints, and started again at once with resume=auto. Both train the same model, in
 alternating rounds.
 
-The longest gap is the time between two finished steps that the run had not done before. The number of steps that a job
+The longest gap is the time between two finished steps that the run had not done before; the lost time is the gap without
+the usual time of a step. The number of steps that a job
 repeats depends on `every`.
 """
 
 import os
 import random
 import signal
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -59,10 +61,11 @@ def run(options: Options) -> bool:
     with tempfile.TemporaryDirectory() as place:
         args = _overrides(options, Path(place))
         names, draw = recipe.names(options.islands), random.Random(0)
-        group, job = Path(place, "group"), Path(place, "job")
-        for folder in (group, job):
-            folder.mkdir()
+        job = Path(place, "job")
+        job.mkdir()
         for number in range(options.rounds):
+            group = Path(place, f"group-{number}")
+            group.mkdir()
             of_islands.append(_lose_island(Islands(group, args, names), number, draw))
             print(f"round {number + 1}: islands {rounded(of_islands[-1])}", flush=True)
             of_job.append(_restart_job(options, job, args, draw))
@@ -107,7 +110,7 @@ def _lose_island(islands: Islands, number: int, draw: random.Random) -> dict[str
     texts = lambda: {name: logged(folder)[-3:] for name, folder in islands.folders.items()}
     with islands, Watcher(islands.folders) as seen:
         for name in names:
-            islands.start(name, "resume=auto")
+            islands.start(name)
         _reach(seen, names, 1, texts)
         begin = max(seen.step(name) for name in names)
         _reach(seen, names, begin + _STEPS_APART, texts)
@@ -126,7 +129,13 @@ def _lose_island(islands: Islands, number: int, draw: random.Random) -> dict[str
         together = seen.step(lost)
         _reach(seen, names, together + 1, texts)
         slowest = _longest_gap(seen.finished, others, alone)
-        times = {"step_s": usual, "next_step_s": next_s, "longest_gap_s": gap, "longest_gap_during_return_s": slowest}
+        times = {
+            "step_s": usual,
+            "next_step_s": next_s,
+            "longest_gap_s": gap,
+            "lost_s": gap - usual,
+            "longest_gap_during_return_s": slowest,
+        }
         return times | _return_times(islands.folders[lost], returned, seen.last(lost), seen.finished, lost)
 
 
@@ -178,6 +187,7 @@ def _restart_job(options: Options, folder: Path, args: Sequence[str], draw: rand
         "step_s": usual,
         "next_step_s": new.at - killed,
         "longest_gap_s": new.at - last,
+        "lost_s": new.at - last - usual,
         "start_to_first_step_s": later[0].at - killed,
         "repeated_steps": sum(row.step <= step for row in later),
         "repeating_s": new.at - later[0].at,
@@ -191,7 +201,7 @@ def _last_row(seen: Watcher) -> int:
 
 
 def _medians(rounds: Sequence[dict[str, Any]]) -> dict[str, float]:
-    return {key: sorted(own[key] for own in rounds)[len(rounds) // 2] for key in rounds[0]}
+    return {key: statistics.median(own[key] for own in rounds) for key in rounds[0]}
 
 
 def _show(result: dict[str, Any]) -> None:
