@@ -4,8 +4,8 @@ Islands: one of them is killed, and started again after a few steps. The job: th
 killed in the middle between two checkpoints, and started again at once with resume=auto. Both train the same model, in
 alternating rounds.
 
-The longest gap is the time between two finished steps that the run had not done before. The lost time is the gap without
-the usual time of a step. The number of steps that a job repeats depends on `every`.
+The longest gap is the time between two finished steps that the run had not done before. The lost time is this gap
+without the usual time of a step. The number of steps that a job repeats depends on `every`.
 """
 
 import os
