@@ -387,11 +387,36 @@ def timeline() -> str:
     return f"{table(['', 'makespan'], rows)}\n\n- `{name}.json`"
 
 
+def islands_link() -> str:
+    """Return seconds per step over both links, and what the slow link is."""
+    results = load("islands-link")
+    spread = lambda own: f"{own['median']:.3g} ({own['q1']:.3g} .. {own['q3']:.3g})"
+    rows = [[case, spread(own), f"{own['runs'][-1]['sent_mb_per_step']:.2f}"] for case, own in results["cases"].items()]
+    slow = results["link"]["slow"]
+    text = f"The slow link: {slow['mbit']:.1f} Mbit/s and a round trip of {slow['round_trip_ms']:.0f} ms, as a transfer of 5 MB sees them."
+    head = ["exchange, link", "s/step, median (quartiles)", "MB sent per step and island"]
+    return with_origin(f"{table(head, rows)}\n\n{text}", "islands-link")
+
+
+def islands_partition() -> str:
+    """Return the steps of each side while the network was cut."""
+    names = ("islands-partition-2+1", "islands-partition-2+2")
+    rows = []
+    for name in names:
+        results = load(name)
+        for side in results["sides"]:
+            steps, after = side["steps_during_cut"], side["next_step_after_repair_s"]
+            rows.append([name.rpartition("-")[2], ", ".join(side["islands"]), str(steps), f"{after:.1f}"])
+    head = ["islands", "side", "steps during the cut", "s from the repair to its next step"]
+    return with_origin(table(head, rows), *names)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         gpu_steps, gpu_peers, gpu_aims, gpu_profile, peers_data, peers_tp, peers_cp, peers_cp_link, peers_pp, step,
         step_profile, checkpoint, collectives, matmul, first_run, experts_runs, timeline,
+        islands_link, islands_partition,
     )
 }  # fmt: skip
 

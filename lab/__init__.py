@@ -1,1 +1,2 @@
-"""Tools that only the makers run, from a checkout: peers, the GPU suite, and published measurements with their fit."""
+"""Tools that only the makers run, from a checkout: peers, the GPU suite, published measurements with their fit, and
+trials of islands."""

@@ -6,9 +6,10 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import safe_open
 
@@ -29,10 +30,12 @@ FP64 = ["precision.params=fp64", "precision.compute=fp64", "train.compile=false"
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nobody listens at. Kernels give ports of this range to no other socket."""
+    for port in random.sample(range(16384, 32768), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 @dataclass
@@ -100,6 +103,10 @@ class Islands:
         while self.step(name) < step:
             assert time.monotonic() < end and not any(self.exit_codes(name)), self.failures()
             time.sleep(0.02)
+
+    def pid(self, name: str) -> int:
+        """Return the process of an island's rank 0."""
+        return self._running[name][0][0].pid
 
     def exit_codes(self, name: str) -> list[int | None]:
         return [p.exitcode for p in self._running[name][0]]
@@ -180,6 +187,29 @@ def kill_and_revive(islands: Islands, kills: int, steps: int, seed: int) -> int:
         time.sleep(draw.uniform(0, 1.0))
         islands.start(name, "resume=auto")
     return done
+
+
+class Killed(NamedTuple):
+    """The result of a run with kills: the kills, and the largest differences from an undisturbed process, relative."""
+
+    kills: int
+    of_curves: float
+    of_tensors: float
+
+
+def run_with_kills(folder: Path, corpus: Path, meshes: Sequence[str], kills: int, steps: int, seed: int) -> Killed:
+    """Run islands of these meshes that are killed at random moments and return, and one undisturbed process."""
+    args = island_arguments(folder, corpus, steps, "checkpoint.every=10", "checkpoint.keep=2", "model.hidden_size=32")
+    run_one(folder / "reference", args)
+    names = dict(zip("abcdefgh", meshes, strict=False))
+    with Islands(folder, args, names) as islands:
+        for name in names:
+            islands.start(name)
+        done = kill_and_revive(islands, kills, steps, seed)
+        islands.wait()
+    one, others = folder / "reference", [folder / name for name in names]
+    of_tensors = max(largest_difference_of_tensors(one, other, steps) for other in others)
+    return Killed(done, max(largest_difference(one, other) for other in others), of_tensors)
 
 
 def _reach(islands: Islands, goal: int, end: float) -> bool:

@@ -5,10 +5,10 @@ import pytest
 from tests.islands.runs import (
     Islands,
     island_arguments,
-    kill_and_revive,
     largest_difference,
     largest_difference_of_tensors,
     run_one,
+    run_with_kills,
 )
 from tests.lib.helpers import write_corpus
 
@@ -73,15 +73,6 @@ def test_islands_that_are_killed_at_random_moments_leave_the_curve_unchanged(see
 
 
 def check_kills(tmp_path, corpus, meshes, kills, steps, seed) -> int:
-    args = island_arguments(tmp_path, corpus, steps, "checkpoint.every=10", "checkpoint.keep=2", "model.hidden_size=32")
-    run_one(tmp_path / "reference", args)
-    names = dict(zip("abcd", meshes, strict=False))
-    with Islands(tmp_path, args, names) as islands:
-        for name in names:
-            islands.start(name)
-        done = kill_and_revive(islands, kills, steps, seed)
-        islands.wait()
-    for name in names:
-        assert largest_difference(tmp_path / "reference", tmp_path / name) < 1e-10
-        assert largest_difference_of_tensors(tmp_path / "reference", tmp_path / name, steps) < 1e-10
-    return done
+    killed = run_with_kills(tmp_path, corpus, meshes, kills, steps, seed)
+    assert killed.of_curves < 1e-10 and killed.of_tensors < 1e-10, killed
+    return killed.kills

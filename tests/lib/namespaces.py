@@ -8,6 +8,7 @@ with hosts(2) as (n0, n1):
 
 import functools
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -148,6 +149,26 @@ class Host:
         """Connects this host again."""
         _ip("-n", self.switch, "link", "set", self.name, "up")
 
+    def plug_into(self, bridge: str) -> None:
+        """Connect this host to a bridge, which is created if it is missing. Each bridge is a network of its own."""
+        if _ip_fails("-n", self.switch, "link", "show", bridge):
+            _bridge(self.switch, bridge)
+        _ip("-n", self.switch, "link", "set", self.name, "master", bridge)
+
+    def replace_card(self, card: str) -> None:
+        """Give this host's address to another network card, and disconnect the present one."""
+        _ip("-n", self.namespace, "link", "set", CARD, "down")
+        _ip("-n", self.namespace, "address", "flush", "dev", CARD)
+        _ip("-n", self.namespace, "address", "add", f"{self.address}/24", "dev", card)
+        _ip("-n", self.namespace, "link", "set", card, "up")
+
+    def sent_bytes(self, card: str = CARD) -> int:
+        """Return the bytes that this host has sent."""
+        shown = subprocess.run(
+            ["ip", "-n", self.namespace, "-s", "-j", "link", "show", card], capture_output=True, text=True, check=True
+        )
+        return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
+
     def limit(self, mbit: float) -> None:
         """Limits the bandwidth from this host and to it to `mbit` Mbit/s each."""
         shape = ["root", "tbf", "rate", f"{round(mbit * 1000)}kbit", "burst", str(2**16), "latency", "50ms"]
@@ -164,8 +185,7 @@ def hosts(n: int = 2) -> Iterator[list[Host]]:
         names = Path(folder, "hosts")
         names.write_text("127.0.0.1 localhost\n" + "".join(f"{_address(i)} n{i}\n" for i in range(n)))
         switch = _namespace(f"{group}-switch", after)
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
+        _bridge(switch, "bridge")
         made = [Host(f"n{i}", _address(i), f"{group}-n{i}", switch, names) for i in range(n)]
         for host in made:
             _connect(host, after)
@@ -201,6 +221,15 @@ def _end(host: Host) -> None:
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe:
                 pipe.close()
+
+
+def _bridge(switch: str, name: str) -> None:
+    _ip("-n", switch, "link", "add", name, "type", "bridge")
+    _ip("-n", switch, "link", "set", name, "up")
+
+
+def _ip_fails(*words: str) -> bool:
+    return bool(subprocess.run(["ip", *words], capture_output=True).returncode)
 
 
 def _ip(*words: str) -> None:

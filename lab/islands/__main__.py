@@ -1,0 +1,43 @@
+"""Trials with real islands, each with its figures as a JSON file and a table.
+
+python -m lab.islands TRIAL [key=value ...]
+python -m lab.islands TRIAL --help
+
+{trials}
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, status_of, wants_help
+from ndtrain.config import ConfigError
+
+TRIALS = {
+    "churn": "islands=8 minutes=30 every=30: islands are killed and return, again and again",
+    "link": "mbit=10 delay_ms=100: steps over a slow link, against the same steps over a fast one",
+    "partition": "sides=2+1: the network splits for a while",
+    "recovery": "islands=2: seconds without a step after a loss, against a restart from a checkpoint",
+    "kills": "seeds=10 kills=5: every step of killed islands, compared with one undisturbed process",
+}
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the trial that `args` name. Return 0; 1 if the trial has failed; or 2 for bad arguments."""
+    if not args or wants_help(args[:1]):
+        lines = [f"  {name:10} {text}" for name, text in TRIALS.items()]
+        print((__doc__ or "").format(trials="\n".join(lines)).strip())
+        return 0
+    try:
+        module = import_module(f"lab.islands.{one_of('trial', args[0], list(TRIALS))}")
+        if wants_help(args):
+            print(f"{(module.__doc__ or '').strip()}\n\n{help_lines(module.Options)}")
+            return 0
+        return int(not module.run(parse(module.Options, args[1:])))
+    except (ArgumentError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))
