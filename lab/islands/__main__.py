@@ -18,6 +18,7 @@ TRIALS = {
     "link": "mbit=10 delay_ms=100: steps over a slow link, against the same steps over a fast one",
     "partition": "sides=2+1: the network splits for a while",
     "recovery": "islands=2: seconds without a step after a loss, against a restart from a checkpoint",
+    "diloco": "islands=1,2,4,8: DiLoCo against data parallelism, at equal tokens, over learning rates",
     "kills": "seeds=10 kills=5: every step of killed islands, compared with one undisturbed process",
 }
 

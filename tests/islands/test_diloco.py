@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from lab.islands import in_one_process
 from tests.islands.runs import Islands, island_arguments, kill_and_revive
-from tests.lib.diloco import reference
 from tests.lib.helpers import checkpoint_of, rows, write_corpus
 
 STEPS, OUTER_LR, OUTER_MOMENTUM = 14, 0.7, 0.8
@@ -33,7 +33,7 @@ def test_diloco_of_different_meshes_equals_one_process(case, tmp_path):
         f"islands.outer_momentum={OUTER_MOMENTUM}", *more,
     ]  # fmt: skip
     args = island_arguments(tmp_path, write_corpus(tmp_path / "corpus.txt"), STEPS, *own)
-    wanted = reference(tmp_path, args, len(meshes), (OUTER_LR, OUTER_MOMENTUM))
+    wanted = in_one_process.train(tmp_path, args, len(meshes), (OUTER_LR, OUTER_MOMENTUM)).weights
     names = dict(zip("abc", meshes, strict=False))
     with Islands(tmp_path, args, names) as islands:
         for name in names:  # one after the other, so that the first one has the first rows
