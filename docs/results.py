@@ -393,7 +393,8 @@ def islands_link() -> str:
     spread = lambda own: f"{own['median']:.3g} ({own['q1']:.3g} .. {own['q3']:.3g})"
     rows = [[case, spread(own), f"{own['runs'][-1]['sent_mb_per_step']:.2f}"] for case, own in results["cases"].items()]
     slow = results["link"]["slow"]
-    text = f"The slow link: {slow['mbit']:.1f} Mbit/s and a round trip of {slow['round_trip_ms']:.0f} ms, as a transfer of 5 MB sees them."
+    sees = f"{slow['mbit']:.1f} Mbit/s and a round trip of {slow['round_trip_ms']:.0f} ms"
+    text = f"The slow link: {sees}, as a transfer of 5 MB sees them."
     head = ["exchange, link", "s/step, median (quartiles)", "MB sent per step and island"]
     return with_origin(f"{table(head, rows)}\n\n{text}", "islands-link")
 
