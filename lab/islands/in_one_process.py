@@ -25,7 +25,7 @@ class Result:
     Attributes:
         weights: tensor -> the outer weights.
         validation: the loss over the validation split with these weights; None: it was not asked for.
-        errors: for each exchange, the norm of the rounding errors over that of the outer gradients.
+        errors: for each exchange, the norm of the rounding errors divided by the norm of the outer gradients.
     """
 
     weights: dict[str, Tensor]

@@ -70,7 +70,6 @@ class IslandStep:
         self._units = train_step.stages.units.units
         self._computed: tuple[int, frozenset[int]] = (0, frozenset())  # step and rows whose gradient is offered
         self._numbers: Tensor | None = None  # of these rows
-        self._waited_s = 0.0
         self.numbers: dict[str, float] = {}
 
     def run(self, done: int) -> StepSum:
@@ -107,9 +106,8 @@ class IslandStep:
             "islands/epoch": task.epoch,
             "islands/sharers": len(task.names),
             "islands/rows": len(task.rows),
-            "islands/wait_s": self._waited_s,
+            **self._tasks.numbers(),
         }
-        self._waited_s = 0.0
 
     def wait_for_the_others(self) -> None:
         """Serve this island's gradients until no other island needs them."""
@@ -123,10 +121,7 @@ class IslandStep:
         """Return True if all ranks have the sum of the gradients, and the step still belongs to this epoch."""
         if task.kind == "work":
             self._compute(task)
-        began = time.perf_counter()
-        ok = self._tasks.finish(task, lambda: self._read(task))
-        self._waited_s += time.perf_counter() - began
-        return ok
+        return self._tasks.finish(task, lambda: self._read(task))
 
     def _read(self, task: Task) -> None:
         if task.kind == "work":

@@ -1,7 +1,8 @@
 """The tasks of an island: the orders of its leader, on all its ranks."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,9 @@ class Tasks:
     ):
         self.exchange, self.leader, self.tell = exchange, leader, tell
         self._mesh, self._asked, self._speed = mesh, asked, 0.0
-        self._wait, self._patience_s = IslandWait(mesh, deadline_s, tell), agree_s(deadline_s)
+        self._wait = IslandWait(mesh, deadline_s, tell, lambda: exchange.reader.nbytes)
+        self._patience_s = agree_s(deadline_s)
+        self._began, self._waited_s, self._reported = time.perf_counter(), 0.0, (0.0, 0)
         self.name = self._from_rank_0(leader and leader.me.name)
 
     def _from_rank_0(self, value: Any) -> Any:
@@ -81,7 +84,7 @@ class Tasks:
 
     def next(self) -> Task:
         """Return what all ranks have to do now. Wait for it for some seconds."""
-        with RECORDER.waiting("the next task of the islands"):
+        with RECORDER.waiting("the next task of the islands"), self._timed():
             task = self._task_of(self.leader.wait_for_order(self._patience_s)) if self.leader else None
             if self.leader:
                 for line in self.leader.messages():
@@ -89,6 +92,26 @@ class Tasks:
             if self._mesh.world is None:
                 return task
             return _task_of(self._from_rank_0(task and dict(task.__dict__)))
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited_s += time.perf_counter() - began
+
+    def numbers(self) -> dict[str, float]:
+        """Return numbers to log: the seconds of waiting and the bytes that were read since the last call, and the
+        share of the run's time that was not waited."""
+        waited_s, read_bytes = self._reported
+        self._reported = self._waited_s, self._wait.read_bytes
+        elapsed_s = time.perf_counter() - self._began
+        return {
+            "islands/wait_s": self._waited_s - waited_s,
+            "islands/read_bytes": self._wait.read_bytes - read_bytes,
+            "islands/goodput": 1 - self._waited_s / elapsed_s,
+        }
 
     def wait_for_the_others(self) -> None:
         """Serve this island's gradients until no other island needs them."""
@@ -125,7 +148,8 @@ class Tasks:
             read: is called in another thread, and raises `Gone` if it cannot read.
         """
         may_finish = lambda: self.leader is None or self.leader.may_finish(task.step, task.epoch)
-        ok = self._wait.run(lambda: self._reads(task, read) and may_finish(), lambda: self._awaited(task))
+        with self._timed():
+            ok = self._wait.run(lambda: self._reads(task, read) and may_finish(), lambda: self._awaited(task))
         if ok:
             self.exchange.withdraw_state()
         if self.leader:
@@ -155,7 +179,8 @@ class Tasks:
         numbers: list[Tensor] = []
         began = time.perf_counter()
         read = lambda: numbers.append(self.exchange.read_state(task.step, self.source(task)))
-        ok = self._wait.run(lambda: self._reads(task, read), lambda: self._awaited(task))
+        with self._timed():
+            ok = self._wait.run(lambda: self._reads(task, read), lambda: self._awaited(task))
         if self.leader:
             ok = ok and self.leader.heal(task.step, task.epoch)
         if not self._from_rank_0(ok):

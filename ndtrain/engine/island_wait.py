@@ -43,10 +43,17 @@ class IslandWait:
     Args:
         deadline_s: seconds after which a watchdog ends a rank that waits.
         tell: prints a line for the user.
+        read_bytes: returns the bytes that this rank has read so far.
+
+    Attributes:
+        read_bytes: the bytes that all ranks of the island had read at the end of the last wait.
     """
 
-    def __init__(self, mesh: Mesh, deadline_s: float, tell: Callable[[str], None]):
+    def __init__(
+        self, mesh: Mesh, deadline_s: float, tell: Callable[[str], None], read_bytes: Callable[[], int] = lambda: 0
+    ):
         self._mesh, self._tell, self._agree_s = mesh, tell, agree_s(deadline_s)
+        self._read_bytes_here, self.read_bytes = read_bytes, 0
         self._first_line_s = min(FIRST_LINE_S, deadline_s / 2)
         self._todo: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
@@ -89,10 +96,11 @@ class IslandWait:
 
     def _sums(self, outcome: _Outcome | None) -> tuple[float, float]:
         """Return the numbers of ranks that have not finished, and of ranks that have failed."""
-        mine = [float(outcome is None), float(outcome is not None and not outcome.ok)]
-        sums = torch.tensor(mine, device=self._mesh.device)
+        mine = [outcome is None, outcome is not None and not outcome.ok, self._read_bytes_here()]
+        sums = torch.tensor(mine, dtype=torch.float64, device=self._mesh.device)
         all_reduce(sums, self._mesh.world).wait()
-        unfinished, failed = sums.tolist()
+        unfinished, failed, read_bytes = sums.tolist()
+        self.read_bytes = int(read_bytes)
         return unfinished, failed
 
     def _serve(self) -> None:

@@ -26,11 +26,11 @@ from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.validation import rank_batches, weight_here
 from ndtrain.islands.encoding import Encoding, Outer, Plain
 from ndtrain.islands.exchange import Exchange
-from ndtrain.islands.leader import Leader, Place, reachable_host
+from ndtrain.islands.leader import Leader, reachable_host
 from ndtrain.islands.messages import Start
 from ndtrain.islands.orders import Rules
 from ndtrain.islands.table import Table
-from ndtrain.islands.wire import WireError
+from ndtrain.islands.wire import Place, WireError
 from ndtrain.mesh.json_messages import all_gather_json
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.sharding import BATCH_AXES
@@ -77,7 +77,8 @@ def join_islands(
         try:
             host = reachable_host(doors[0])
             encoding = _encoding(cfg, train_step.stages)
-            exchange = Exchange(train_step.stages, mesh.rank, numbers, host, token, encoding)
+            place = Place(host, token, doors)
+            exchange = Exchange(train_step.stages, mesh.rank, numbers, place, encoding)
             undo.callback(exchange.close)
             ranks = [exchange.address]
             if mesh.world is not None:
@@ -91,7 +92,7 @@ def join_islands(
                     _grain(cfg, mesh),
                     start,
                     _rules(cfg),
-                    Place(host, token, doors),
+                    place,
                     ranks,
                     Path(cfg.run.dir),
                 )

@@ -121,7 +121,7 @@ class OuterStep:
         self._offered: _Exchange | None = None
         self._rows: tuple[int, ...] = ()
         self._since, self._rows_each = _Since(), deque[int](maxlen=self._exchanges.fragments)
-        self._began, self._stopped, self._read_bytes = 0.0, None, 0
+        self._began, self._stopped = 0.0, None
         self._finished = False  # the last exchange
         self.numbers: dict[str, float] = {}
 
@@ -272,7 +272,6 @@ class OuterStep:
 
     def _finish(self, done: int) -> int:
         """Wait until the sum is known on all ranks, and use it. Return the number of finished inner steps."""
-        began = time.perf_counter()
         while True:
             task = self._tasks.next()
             match task.kind:
@@ -289,7 +288,6 @@ class OuterStep:
                 case "wait":
                     continue
             if self._tasks.finish(task, partial(self._read, task)):
-                self.numbers["islands/wait_s"] = time.perf_counter() - began
                 self._count(task)
                 self._use_sum(task)
                 return done
@@ -347,20 +345,17 @@ class OuterStep:
 
     def _count(self, task: Task) -> None:
         """Log the bytes that were read, and the norms of the outer gradients."""
-        read = torch.tensor([self._exchange.reader.nbytes], dtype=torch.float64)
-        products = self._encoding.products if task.kind == "work" else torch.zeros(3, dtype=torch.float64)
-        totals = torch.cat([products, read]).to(self._mesh.device)
-        all_reduce(totals, self._mesh.world).wait()
-        error, own, mean, *each, read_bytes = totals.tolist()
-        self.numbers["islands/read_bytes"] = read_bytes - self._read_bytes
-        self._read_bytes = read_bytes
+        self.numbers |= self._tasks.numbers()
         if task.kind == "work":
+            products = self._encoding.products.to(self._mesh.device, copy=True)
+            all_reduce(products, self._mesh.world).wait()
+            error, own, mean, *each = products.tolist()
             self.numbers["islands/outer_norm"] = mean**0.5
             pairs = zip(each[::2], each[1::2], strict=True)
             cosines = [dot / (square * mean) ** 0.5 for square, dot in pairs if square * mean]
             self.numbers["islands/outer_cosine"] = sum(cosines) / len(cosines) if cosines else 0.0
-        if own:
-            self.numbers["islands/outer_error"] = (error / own) ** 0.5
+            if own:
+                self.numbers["islands/outer_error"] = (error / own) ** 0.5
 
     def _heal(self, task: Task, done: int) -> int:
         """Read the state of another island, and begin from its outer weights."""

@@ -19,7 +19,7 @@ from ndtrain.islands.encoding import Encoding, Part
 from ndtrain.islands.reading import Gone, Reader
 from ndtrain.islands.shelf import GRAD, STATE, SUM, Shelf, Tag
 from ndtrain.islands.table import NIBBLES, Table, UnitTable
-from ndtrain.islands.wire import Listener, WireError
+from ndtrain.islands.wire import Listener, Place, WireError
 from ndtrain.mesh.row_map import Held, Rows
 from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.unit import Unit
@@ -39,15 +39,14 @@ class Exchange:
     Args:
         rank: the rank in its island. Rank 0 serves the numbers.
         numbers: how many numbers the islands add up besides the gradients.
-        host: the address on which to listen.
-        token: the secret text that all islands share.
+        place: where to listen.
         encoding: of the gradients.
 
     Attributes:
         address: where the other islands' ranks connect to.
     """
 
-    def __init__(self, stages: Stages, rank: int, numbers: int, host: str, token: str, encoding: Encoding):
+    def __init__(self, stages: Stages, rank: int, numbers: int, place: Place, encoding: Encoding):
         self.stages, self.encoding, self._rank, self._count = stages, encoding, rank, numbers
         self._units = stages.units.units
         plan = stages.units.plan
@@ -63,9 +62,9 @@ class Exchange:
         if encoding.scales:
             self._extra[SCALES] = _raw_unit(SCALES, 4 * encoding.scales, {encoding.dtype})
         served, wanted = (self._with_extra(Table.of(stages, owned, buffers), owned) for owned in (True, False))
-        self.reader = Reader(wanted, token)
+        self.reader = Reader(wanted, place.token)
         self.shelf = Shelf(served, self._cancel)
-        self._listener = Listener(host, token, self.shelf.handlers())
+        self._listener = Listener(place.host, place.token, self.shelf.handlers(), reserved=place.doors)
         self.address = self._listener.address
         self._own = [self._empty(encoding.dtype, self._extra) for _ in range(_OWN_STEPS)]
         self._own_tags: list[Tag | None] = [None] * _OWN_STEPS

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from ndtrain.checkpoint.saving import flush_to_disk
 from ndtrain.islands.epoch import Member, epoch_of, member_of
@@ -22,7 +22,7 @@ from ndtrain.islands.island import Island
 from ndtrain.islands.messages import Start, ballot_of, from_json, to_json
 from ndtrain.islands.orders import Cancel, Heal, Order, Rules, Save, Saved, Send, Stop, Tell, Work
 from ndtrain.islands.shelf import CANCEL
-from ndtrain.islands.wire import Connection, Listener, Refused, WireError, connect, split_address
+from ndtrain.islands.wire import Connection, Listener, Place, Refused, WireError, connect, split_address
 
 LEADER, RANKS = "leader", "ranks"
 FILE = "island.json"
@@ -33,20 +33,6 @@ _QUEUED = 1000  # messages that wait for one address; more are dropped
 _MOST_RANKS = 1 << 20
 
 log = logging.getLogger("ndtrain")
-
-
-class Place(NamedTuple):
-    """The addresses of an island, and the token of its run.
-
-    Attributes:
-        host: the address of this host that the others can reach.
-        token: the secret text of the run; empty: messages are not signed.
-        doors: the known addresses, at which one of the islands listens.
-    """
-
-    host: str
-    token: str
-    doors: tuple[str, ...]
 
 
 def reachable_host(door: str) -> str:
@@ -91,7 +77,7 @@ class Leader:
         self._closed, self._failure = False, ""
         self._handlers = {LEADER: self._hear, RANKS: self._name_ranks}
         self._doors: dict[str, Listener] = {}
-        self._listener = Listener(place.host, place.token, self._handlers)
+        self._listener = Listener(place.host, place.token, self._handlers, reserved=place.doors)
         life, now, random = os.urandom(8).hex(), time.monotonic(), Random()
         me = Member(name, life, self._listener.address, grain)
         saved = read_saved(self._file)

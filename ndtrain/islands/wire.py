@@ -19,8 +19,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 MOST_BYTES = 1 << 20  # of a JSON message, unless the caller allows more
@@ -351,6 +351,20 @@ def split_address(address: str) -> tuple[str, int]:
 Handler = Callable[[Connection], None]
 
 
+class Place(NamedTuple):
+    """The addresses of an island, and the token of its run.
+
+    Attributes:
+        host: the address of this host that the others can reach.
+        token: the secret text of the run; empty: messages are not signed.
+        doors: the known addresses, at which one of the islands listens.
+    """
+
+    host: str
+    token: str
+    doors: tuple[str, ...]
+
+
 class Listener:
     """A server for authenticated connections. Each connection has a thread of its own, which ends with the process.
 
@@ -358,6 +372,7 @@ class Listener:
         host: the name or address to listen on; "" for all addresses of this host.
         handlers: purpose -> what serves the connection. It is closed when the function returns or raises WireError.
         port: 0 for a free one.
+        reserved: addresses whose ports are not taken as free ones: another listener is going to need them.
 
     Attributes:
         address: "host:port" for `connect`. If it listens on all addresses, the host is this host's name.
@@ -366,12 +381,14 @@ class Listener:
         WireError: the port is taken, or the address does not belong to this host.
     """
 
-    def __init__(self, host: str, token: str, handlers: Mapping[str, Handler], port: int = 0):
+    def __init__(
+        self, host: str, token: str, handlers: Mapping[str, Handler], port: int = 0, reserved: Collection[str] = ()
+    ):
         self._token, self._handlers, self._closed = token, handlers, False
         self._lock, self._connections = threading.Lock(), set[Connection]()
         self._unknown = threading.BoundedSemaphore(MOST_UNKNOWN)
         try:
-            self._socket = _listening(host, port)
+            self._socket = _listening(host, port) if port else _listening_at_free_port(host, reserved)
         except OSError as error:
             raise WireError(f"cannot listen on {host or 'all addresses'}, port {port}: {error.strerror}") from error
         self.port: int = self._socket.getsockname()[1]
@@ -436,6 +453,14 @@ class Listener:
                 raise WireError("the listener is closed")
             self._connections.add(connection)
         return connection
+
+
+def _listening_at_free_port(host: str, reserved: Collection[str]) -> socket.socket:
+    ports = {split_address(address)[1] for address in reserved}
+    with ExitStack() as taken:  # until another port is found
+        while (made := _listening(host, 0)).getsockname()[1] in ports:
+            taken.enter_context(made)
+        return made
 
 
 def _listening(host: str, port: int) -> socket.socket:

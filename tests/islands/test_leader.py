@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ndtrain.islands.epoch import Epoch, Member
-from ndtrain.islands.leader import FILE, Leader, Place, reachable_host, read_saved, write_saved
+from ndtrain.islands.leader import FILE, Leader, reachable_host, read_saved, write_saved
 from ndtrain.islands.messages import Start
 from ndtrain.islands.orders import Heal, Rules, Saved, Stop, Work
-from ndtrain.islands.wire import WireError
+from ndtrain.islands.wire import Place, WireError
 from tests.islands.runs import free_port
 from tests.lib.helpers import wait_for
 

@@ -402,3 +402,17 @@ def test_listener_logs_failed_handler_and_goes_on(caplog):
             with pytest.raises(WireError):
                 connect(listener.address, TOKEN, "test", 5.0).receive()
     assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError] * 2
+
+
+def test_listener_at_a_free_port_leaves_reserved_ports(monkeypatch):
+    """The system may offer the port of a known address, which the leader is going to need."""
+    listening = wire._listening
+    with listening("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+    offers = iter([port, 0])
+    monkeypatch.setattr(wire, "_listening", lambda host, _: listening(host, next(offers)))
+    listener = Listener("127.0.0.1", "", {}, reserved=[f"127.0.0.1:{port}"])
+    try:
+        assert listener.port != port
+    finally:
+        listener.close()
