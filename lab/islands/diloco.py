@@ -32,14 +32,14 @@ PUBLISHED = {  # parameters -> evaluation loss of data parallelism, and of 1, 2,
 class Options(OutOptions):
     """Options of the trial."""
 
-    steps: int = option("inner steps of each run", 750)
-    batch: int = option("rows of the global batch", 32)
-    seq_len: int = option("tokens of a row", 128)
+    steps: int = option("inner steps of each run", 1000)
+    batch: int = option("rows of the global batch", 16)
+    seq_len: int = option("tokens of a row", 64)
     inner_steps: int = option("inner steps between two exchanges", 30)
     lrs: str = option(
         "inner learning rates of data parallelism, with commas; the best one is used for all", "3e-3,1e-2"
     )
-    outer_lrs: str = option("outer learning rates, with commas", "0.4,0.6,0.8,1.0")
+    outer_lrs: str = option("outer learning rates, with commas", "0.4,0.6,0.8")
     islands: str = option("numbers of islands, with commas", "1,2,4,8")
     codecs: str = option("codecs besides fp32, with the best outer learning rate, with commas", "bf16,int8,int4")
     fragments: int = option("fragments of a further run with 4 islands", 3)

@@ -42,28 +42,31 @@ def outer_lr(islands: int) -> float:
 class Exchanges:
     """The exchanges of a run: when each of them happens, and which units it is of.
 
-    Exchange k is offered after inner step k x every, and its sum is used `delay` inner steps later. The last one is
-    of all units, after the last step. So all islands end with the same weights. An exchange that would not end before
-    it is left out.
+    Exchange k is offered after inner step k x every, and its sum is used `delay` inner steps later. The last one is of
+    all units, after the last step of the run. So all islands end with the same weights. An exchange that would not end
+    before it is left out. If the run stops earlier (`train.stop_at`), the last exchange is of no unit: it only makes
+    the islands stop together.
 
     Attributes:
         every: inner steps from one exchange to the next.
-        last: the last inner step of the whole run.
+        last: the last inner step of this process.
+        is_end: True if it is the last one of the whole run.
     """
 
     every: int
     fragments: int
     delay: int
     last: int
+    is_end: bool = True
 
     @classmethod
     def of(cls, cfg: Config) -> "Exchanges":
-        i = cfg.islands
-        return cls(i.inner_steps // i.fragments, i.fragments, i.delay, cfg.train.steps)
+        i, last = cfg.islands, cfg.train.stop_at or cfg.train.steps
+        return cls(i.inner_steps // i.fragments, i.fragments, i.delay, last, last == cfg.train.steps)
 
     @property
     def count(self) -> int:
-        return 1 + max(0, self.last - self.delay - 1) // self.every
+        return 1 + max(0, self.last - self.delay - self.is_end) // self.every
 
     def begins(self, k: int) -> int:
         """Return the inner step after which an exchange is offered."""
@@ -79,7 +82,9 @@ class Exchanges:
 
     def units(self, k: int, units: list[str]) -> list[str]:
         """Return the units of an exchange: every `fragments`-th one, so that fragments are about equally large."""
-        return units if k >= self.count else units[(k - 1) % self.fragments :: self.fragments]
+        if k >= self.count:
+            return units if self.is_end else []
+        return units[(k - 1) % self.fragments :: self.fragments]
 
 
 @dataclass

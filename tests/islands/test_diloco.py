@@ -1,11 +1,14 @@
 """DiLoCo between islands of different meshes equals the same algorithm in one process."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from safetensors import safe_open
 
 from lab.islands import in_one_process
-from tests.islands.runs import Islands, island_arguments, kill_and_revive
+from ndtrain.engine.outer_step import Exchanges
+from tests.islands.runs import Islands, island_arguments, kill_and_revive, run_one
 from tests.lib.helpers import checkpoint_of, rows, write_corpus
 
 STEPS, OUTER_LR, OUTER_MOMENTUM = 14, 0.7, 0.8
@@ -110,3 +113,42 @@ def test_islands_that_are_killed_at_random_moments_end_with_the_same_weights(see
         islands.wait()
     check_same_weights(tmp_path, names, steps)
     assert done == 5
+
+
+@pytest.mark.full
+def test_stopped_islands_resume_and_equal_one_process(tmp_path):
+    """They stop between two exchanges, and resume on other meshes. One of them goes on without islands afterwards."""
+    own = ["islands.sync=diloco", "islands.inner_steps=4", f"islands.outer_lr={OUTER_LR}", "checkpoint.keep=9"]
+    own.append(f"islands.outer_momentum={OUTER_MOMENTUM}")
+    args = island_arguments(tmp_path, write_corpus(tmp_path / "corpus.txt"), STEPS, *own)
+    wanted = in_one_process.train(tmp_path, args, 2, (OUTER_LR, OUTER_MOMENTUM)).weights
+    for meshes, more in ((["one", "tp"], ["train.stop_at=6"]), (["fsdp", "one"], ["resume=auto"])):
+        with Islands(tmp_path, args, dict(zip("ab", meshes, strict=True))) as islands:
+            for name in "ab":
+                islands.start(name, *more)
+                islands.wait_for_door()
+            islands.wait()
+    for name in "ab":
+        with safe_open(checkpoint_of(tmp_path / name, STEPS) / "model.safetensors", "pt") as saved:
+            for tensor, whole in wanted.items():
+                torch.testing.assert_close(saved.get_tensor(tensor), whole, rtol=1e-9, atol=1e-10, msg=tensor)
+    run_one(tmp_path / "alone", [*args, f"resume={checkpoint_of(tmp_path / 'a', 6)}", "train.steps=8"])
+    assert [row["step"] for row in rows(tmp_path / "alone")] == [7, 8]
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("stop", [None, 1, 4, 6, 8, 13])
+def test_exchanges_end_in_order_and_resume_where_they_stopped(stop, delay):
+    """Each exchange is used after it is offered and before the next one. A resumed run repeats none."""
+    last = stop or STEPS
+    exchanges = Exchanges(4, 2, delay, last, is_end=stop is None)
+    moments = [(exchanges.begins(k), exchanges.ends(k)) for k in range(1, exchanges.count + 1)]
+    assert moments[-1] == (last, last) and all(begin <= end <= last for begin, end in moments)
+    assert all(one[1] <= other[0] for one, other in pairwise(moments))
+    whole = Exchanges(4, 2, delay, STEPS)
+    for step in range(last):
+        assert exchanges.done_at(step) == sum(end <= step for _, end in moments[:-1])
+        assert exchanges.done_at(step) == whole.done_at(step)
+    if stop:
+        assert [whole.ends(k) for k in range(1, exchanges.count)] == [end for _, end in moments[:-1]]
+        assert whole.done_at(stop) == exchanges.count - 1 and exchanges.units(exchanges.count, ["a", "b"]) == []
