@@ -1,6 +1,8 @@
 """DiLoCo between islands of different meshes equals the same algorithm in one process."""
 
+import os
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,15 +23,19 @@ CASES = {  # the meshes of the islands, and further overrides
         ["dp", "tp"],
         ["mesh.zero=1", "model.tie_word_embeddings=true", "optim.ema=0.9", "islands.codec=int8", "islands.delay=3"],
     ),
+    "optimizer of whole tensors": (["fsdp", "one"], ["plugins=[example_package.parts]", "optim=factored"]),
     "experts": (["ep", "one"], ["model=moe_debug", "moe.balance=none", "islands.codec=int8"]),
 }
+PLUGINS = str(Path(__file__).parents[1] / "plugins")
 BY_DEFAULT = "tp and one process"
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case == BY_DEFAULT else pytest.mark.full) for case in CASES]
 )
-def test_diloco_of_different_meshes_equals_one_process(case, tmp_path):
+def test_diloco_of_different_meshes_equals_one_process(case, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(PLUGINS)
+    monkeypatch.setenv("PYTHONPATH", f"{PLUGINS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     meshes, more = CASES[case]
     own = [
         "islands.sync=diloco", "islands.inner_steps=4", f"islands.outer_lr={OUTER_LR}",
