@@ -67,6 +67,7 @@ class Executor:
         losses: the number of sums that the head returns: the loss, and the other sums of the objective. Also an
             attribute.
         experts: the ops that experts add to the program.
+        offers: as in `Holdings`.
 
     Attributes:
         ran: the program that ran last, or None.
@@ -82,11 +83,12 @@ class Executor:
         recompute_groups: Sequence[RecomputeGroup] = (),
         losses: int = 1,
         experts: Experts = NO_EXPERTS,
+        offers: bool = False,
     ):
         units = stages.units
         facts = {name: UnitFacts.of(unit.layout, units.plan) for name, unit in units.units.items()}
         in_place = any(reduces_in_place(unit.grad) for unit in units.units.values())
-        self.holdings = Holdings(layers, facts, recompute_groups, in_place, experts).joined()
+        self.holdings = Holdings(layers, facts, recompute_groups, in_place, experts, offers).joined()
         self.layers, self.units, self.pipeline = self.holdings.layers, units, pipeline
         self.saved_ops, self.balance, self.capacity = stages.saved_ops, stages.balance, stages.capacity
         self.timings: list[ActionTiming] | None = None
@@ -197,9 +199,11 @@ class Executor:
             case ops.AwaitSums():
                 units.await_sums(op.axes)
             case ops.SumTPReplicas():
-                units.sum_tp_replicas()
+                units.sum_tp_replicas(op.units)
             case ops.SumTied():
                 units.sum_tied(op.unit)
+            case ops.Offer() if self.capacity is None or not self.capacity.exceeded:  # else the step is repeated
+                units.offer(op.unit)
             case ops.FinishSends():
                 self.pipeline.finish()
             case ops.CountTokens():

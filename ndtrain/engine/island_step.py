@@ -1,4 +1,8 @@
-"""A training step of an island: it computes its part of the global batch, and adds the gradients of other islands."""
+"""A training step of an island: it computes its part of the global batch, and adds the gradients of other islands.
+
+The rank's program offers each unit's gradient to the other islands as soon as it is final (`ops.Offer`). A thread reads
+theirs meanwhile, from the last unit of the model to the first.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +20,7 @@ from ndtrain.engine.validation import rows_here
 from ndtrain.mesh.collectives import all_reduce
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.model.vocabulary import IGNORE
+from ndtrain.parallel.unit import Unit
 
 Rows = Sequence[int]
 
@@ -68,7 +73,9 @@ class IslandStep:
         self._batch, self._mesh, self._train_step, self._run = cfg.train.global_batch, mesh, train_step, run
         self._tasks, self._exchange = tasks, tasks.exchange
         self._units = train_step.stages.units.units
+        train_step.stages.units.offer_unit = self._offer_unit
         self._computed: tuple[int, frozenset[int]] = (0, frozenset())  # step and rows whose gradient is offered
+        self._computing, self._adds = 0, False  # the step; True if the gradient of other rows is added
         self._numbers: Tensor | None = None  # of these rows
         self.numbers: dict[str, float] = {}
 
@@ -119,13 +126,16 @@ class IslandStep:
 
     def _carry_out(self, task: Task) -> bool:
         """Return True if all ranks have the sum of the gradients, and the step still belongs to this epoch."""
+        self._tasks.begin(task, lambda: self._read(task))
         if task.kind == "work":
             self._compute(task)
-        return self._tasks.finish(task, lambda: self._read(task))
+        return self._tasks.finish(task)
 
     def _read(self, task: Task) -> None:
         if task.kind == "work":
-            self._exchange.read_gradients(task.step, task.epoch, self._units, task.names, self._tasks.name)
+            units = list(reversed(self._units))  # in this order they become final
+            names = task.names, self._tasks.name
+            self._exchange.read_gradients(task.step, task.epoch, units, *names, numbers_last=True)
         else:
             self._exchange.read_sum(task.step, self._units, self._tasks.source(task))
 
@@ -138,20 +148,25 @@ class IslandStep:
         wanted = frozenset(task.rows)
         step, have = self._computed
         have = have if step == task.step and have <= wanted else frozenset()
-        if new := sorted(wanted - have):
-            began = time.perf_counter()
-            losses = self._forward_backward(task.step, new)
-            numbers = self._island_numbers(losses)
-            if have:
-                for name, x in self._exchange.offered(task.step).items():
-                    if name in self._units:
-                        self._units[name].grad.add_(x.to(self._mesh.device))
-                numbers = self._numbers + numbers
-            self._numbers, self._computed = numbers, (task.step, wanted)
-            self._tasks.measured(len(new) / (time.perf_counter() - began))
-        values = {name: unit.grad for name, unit in self._units.items()}
-        self._exchange.offer_gradient(task.step, task.epoch, values, self._numbers)
-        self._tasks.offers(task.step)
+        if not (new := sorted(wanted - have)):
+            self._exchange.offer_again(task.step, task.epoch, self._units)
+            return
+        self._exchange.begin_gradient(task.step, task.epoch)
+        self._computing, self._adds, began = task.step, bool(have), time.perf_counter()
+        losses = self._forward_backward(task.step, new)
+        self._exchange.check_offered(task.step)
+        numbers = self._island_numbers(losses)
+        self._numbers = self._numbers + numbers if have else numbers
+        self._computed = task.step, wanted
+        self._tasks.offers(task.step)  # before the numbers, with which the step may be finished
+        self._exchange.offer_numbers(task.step, self._numbers)
+        self._tasks.measured(len(new) / (time.perf_counter() - began))
+
+    def _offer_unit(self, unit: Unit) -> None:
+        """Offer a unit's gradient, which is final for the rows that are computed now."""
+        if self._adds:
+            unit.grad.add_(self._exchange.offered(self._computing)[unit.name].to(self._mesh.device))
+        self._exchange.offer_unit(self._computing, unit.name, unit.grad)
 
     def _forward_backward(self, step: int, rows: Rows) -> Tensor:
         """Return this rank's losses of rows. Rows after the last one of the global batch are empty."""

@@ -140,16 +140,26 @@ class Tasks:
         if self.leader:
             self.leader.offers(step)
 
-    def finish(self, task: Task, read: Callable[[], None]) -> bool:
-        """Read what a step needs from other islands. Return True if all ranks have it, and the step still belongs to
-        this epoch: then it is finished.
+    def begin(self, task: Task, read: Callable[[], None]) -> None:
+        """Begin to read what a step needs from other islands. Call `finish` before any other task.
 
         Args:
             read: is called in another thread, and raises `Gone` if it cannot read.
         """
         may_finish = lambda: self.leader is None or self.leader.may_finish(task.step, task.epoch)
+        self._wait.begin(lambda: self._reads(task, read) and may_finish())
+
+    def finish(self, task: Task, read: Callable[[], None] | None = None) -> bool:
+        """Read what a step needs from other islands. Return True if all ranks have it, and the step still belongs to
+        this epoch: then it is finished.
+
+        Args:
+            read: as for `begin`; None: `begin` was called before.
+        """
+        if read is not None:
+            self.begin(task, read)
         with self._timed():
-            ok = self._wait.run(lambda: self._reads(task, read) and may_finish(), lambda: self._awaited(task))
+            ok = self._wait.wait(lambda: self._awaited(task))
         if ok:
             self.exchange.withdraw_state()
         if self.leader:

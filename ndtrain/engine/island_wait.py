@@ -38,7 +38,7 @@ class _Outcome(NamedTuple):
 class IslandWait:
     """Lets all ranks of an island wait for other islands.
 
-    Create one on every rank, and call `run` on all of them in the same order.
+    Create one on every rank, and call the same methods in the same order.
 
     Args:
         deadline_s: seconds after which a watchdog ends a rank that waits.
@@ -61,16 +61,27 @@ class IslandWait:
         threading.Thread(target=self._serve, name="island wait", daemon=True).start()
 
     def run(self, work: Work, awaited: Callable[[], str]) -> bool:
-        """Do work that waits for other islands. Return True if it has returned True on all ranks of this island.
+        """Do work that waits for other islands. Return True if it has returned True on all ranks of this island."""
+        self.begin(work)
+        return self.wait(awaited)
+
+    def begin(self, work: Work) -> None:
+        """Begin work that waits for other islands. Call `wait` before other work.
 
         Args:
             work: runs in a thread of its own, without gradients. It uses no collectives.
+        """
+        self._todo.put(work)
+
+    def wait(self, awaited: Callable[[], str]) -> bool:
+        """Wait for the end of the work. Return True if it has returned True on all ranks of this island.
+
+        Args:
             awaited: returns the islands that this one waits for; empty: print no line.
         """
         began, line_at = time.monotonic(), self._first_line_s
         outcome: _Outcome | None = None
         RECORDER.action, RECORDER.op = "wait for islands", None
-        self._todo.put(work)
         while True:
             outcome = outcome or self._outcome()
             unfinished, failed = self._sums(outcome)

@@ -27,7 +27,7 @@ from ndtrain.parallel.grad_stats import GradStats
 from ndtrain.parallel.pp import Pipeline
 from ndtrain.parallel.sharded_optimizer import ShardedOptimizer
 from ndtrain.program import ops
-from ndtrain.program.build import NO_EXPERTS, Experts
+from ndtrain.program.build import NO_EXPERTS, Experts, offers_gradients
 from ndtrain.program.ops import RankProgram
 from ndtrain.program.passes import line_up
 from ndtrain.schedule import Schedule
@@ -106,7 +106,8 @@ class TrainingStep:
         layers = line_up(stages.segments, stages.placement.last)
         pipeline = Pipeline(schedule, self.mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         losses = 1 + len(stages.objective.sums)
-        return Executor(layers, stages, pipeline, stages.recompute.groups, losses, Experts.of(cfg.model, cfg.moe))
+        experts, offers = Experts.of(cfg.model, cfg.moe), offers_gradients(cfg.islands)
+        return Executor(layers, stages, pipeline, stages.recompute.groups, losses, experts, offers)
 
     def _use_executor(self, microbatches: int) -> None:
         """Use an executor for this number of microbatches. With islands the number may change from step to step."""

@@ -1,7 +1,8 @@
 """The tensors that a rank exchanges with other islands: gradients, their sums, and the state that a new member reads.
 
 A rank reads its own elements from the ranks that hold them, whatever mesh the other island has. Gradients are added in
-the order of the members, so all islands get the same bits.
+the order of the members, so all islands get the same bits. Units are offered, sent and added one after another, so with
+`islands.sync=gradients` most of it happens during the backward pass.
 
 A rank keeps three copies of its shard's gradient in host memory. Two of them are this island's gradients of the last
 two steps: an island that is a step behind may still read the older one. The third is the last sum, for an island that
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.islands.encoding import Encoding, Part
+from ndtrain.islands.own import OwnGradients
 from ndtrain.islands.reading import Gone, Reader
 from ndtrain.islands.shelf import GRAD, STATE, SUM, Shelf, Tag
 from ndtrain.islands.table import NIBBLES, Table, UnitTable
@@ -26,8 +28,8 @@ from ndtrain.parallel.unit import Unit
 
 NUMBERS = "numbers"  # a unit of its own: sums that belong to no tensor, in fp64
 SCALES = "scales"  # a unit of its own: the scales of the encoding, in fp32
-_OWN_STEPS = 2
 _NO_SCALES = torch.zeros(0)
+_NO_NUMBERS = torch.zeros(0, dtype=torch.float64)
 
 Bits = dict[str, Tensor]  # unit -> flat tensor
 Values = Mapping[str, Tensor]
@@ -66,19 +68,17 @@ class Exchange:
         self.shelf = Shelf(served, self._cancel)
         self._listener = Listener(place.host, place.token, self.shelf.handlers(), reserved=place.doors)
         self.address = self._listener.address
-        self._own = [self._empty(encoding.dtype, self._extra) for _ in range(_OWN_STEPS)]
-        self._own_tags: list[Tag | None] = [None] * _OWN_STEPS
-        self._sum, self._sum_tag = self._empty(plan.master, {NUMBERS: self._extra[NUMBERS]}), Tag(SUM, -1, 0)
+        numel = {name: unit.grad.numel() for name, unit in self._units.items()}
+        extra = {name: unit.numel for name, unit in self._extra.items()}
+        self._own = OwnGradients(self.shelf, numel | extra, encoding.dtype)
+        sizes = numel | {NUMBERS: extra[NUMBERS]}
+        self._sum, self._sum_tag = {n: torch.zeros(k, dtype=plan.master) for n, k in sizes.items()}, Tag(SUM, -1, 0)
         self._state_tag: Tag | None = None
         self._lives: dict[str, str] = {}
         self._reading = ""
 
     def _with_extra(self, table: Table, owned: bool) -> Table:
         return Table(table.units | (self._extra if self._rank == 0 or not owned else {}), table.buffers)
-
-    def _empty(self, dtype: torch.dtype, extra: Mapping[str, UnitTable]) -> Bits:
-        made = {name: torch.zeros(unit.grad.numel(), dtype=dtype) for name, unit in self._units.items()}
-        return made | {name: torch.zeros(unit.numel, dtype=dtype) for name, unit in extra.items()}
 
     def _cancel(self, epoch: int) -> None:
         self.reader.cancel(epoch)
@@ -87,6 +87,7 @@ class Exchange:
 
     def close(self) -> None:
         """Stop serving and reading."""
+        self._own.close()
         self.reader.close()
         self.shelf.close()
         self._listener.close()
@@ -122,52 +123,72 @@ class Exchange:
             numbers: fp64 [numbers], the same on all ranks of the island.
             scales: of the encoding, the same on all ranks of the island.
         """
-        slot = step % _OWN_STEPS
-        if self._own_tags[slot] == Tag(GRAD, step, epoch):
+        if self._own.has_begun(Tag(GRAD, step, epoch)):
             return
-        self._withdraw(self._own_tags[slot])
-        own = self._own[slot]
+        self.begin_gradient(step, epoch)
+        self.offer_numbers(step, numbers)
+        if scales is not None and SCALES in self._extra:
+            self._own.put(step, SCALES, lambda out: _write_raw(scales, out))
         for name, x in values.items():
-            self.encoding.write(name, x, _NO_SCALES if scales is None else scales, own[name])
-        _write_raw(numbers, own[NUMBERS])
-        if scales is not None and SCALES in own:
-            _write_raw(scales, own[SCALES])
-        self._offer_own(step, epoch, values)
+            self.offer_unit(step, name, x, scales)
+
+    def begin_gradient(self, step: int, epoch: int) -> None:
+        """Begin to offer this island's gradient of a step, unit by unit."""
+        self._own.begin(Tag(GRAD, step, epoch))
+
+    def offer_unit(self, step: int, unit: str, x: Tensor, scales: Tensor | None = None) -> None:
+        """Offer this rank's shard of a unit's gradient. It is copied."""
+        scales = _NO_SCALES if scales is None else scales
+        self._own.put(step, unit, lambda out: self.encoding.write(unit, x, scales, out))
+
+    def offer_numbers(self, step: int, numbers: Tensor) -> None:
+        """Offer the numbers that the islands add up besides the gradients: fp64, the same on all ranks."""
+        self._own.put(step, NUMBERS, lambda out: _write_raw(numbers, out))
 
     def offer_again(self, step: int, epoch: int, units: Iterable[str]) -> None:
         """Offer the gradient of a step that was offered before, in another epoch."""
-        slot = step % _OWN_STEPS
-        if self._own_tags[slot] != Tag(GRAD, step, epoch):
-            self._withdraw(self._own_tags[slot])
-            self._offer_own(step, epoch, units)
-
-    def _offer_own(self, step: int, epoch: int, units: Iterable[str]) -> None:
-        slot = step % _OWN_STEPS
-        self._own_tags[slot] = tag = Tag(GRAD, step, epoch)
-        self._offer(tag, [*self._extra, *units], self._own[slot])
+        self._own.offer_again(Tag(GRAD, step, epoch), [*self._extra, *units])
 
     def offered(self, step: int) -> Bits:
         """Return this island's gradient of a step, as it was offered."""
-        return self._own[step % _OWN_STEPS]
+        return self._own.of_step(step)
 
-    def read_gradients(self, step: int, epoch: int, units: Iterable[str], sharers: Sequence[str], me: str) -> None:
-        """Read the gradients of all sharers, and add them up.
+    def check_offered(self, step: int) -> None:
+        """Check that a step has offered all units. Otherwise the read of its gradients would wait for ever."""
+        missing = self._own.missing(step, self._units)
+        assert not missing, f"the program of the step has not offered {missing}"
+
+    def read_gradients(
+        self,
+        step: int,
+        epoch: int,
+        units: Iterable[str],
+        sharers: Sequence[str],
+        me: str,
+        numbers_last: bool = False,
+    ) -> None:
+        """Read the gradients of all sharers, and add them up. Wait until they offer them, and until this island does.
+
+        Args:
+            units: in the order in which they are read.
+            numbers_last: True if the numbers are offered after the units, and adding the gradients needs none.
 
         Raises:
             Gone: one of them cannot be read.
         """
-        tags = {name: Tag(GRAD, step, epoch) for name in sharers if name != me}
-        order = [*self._extra, *units]
-        self._reading = GRAD
+        self._reading, mine = GRAD, Tag(GRAD, step, epoch)
+        tags = {name: mine for name in sharers if name != me}
+        order = [*units, *self._extra] if numbers_last else [*self._extra, *units]
         alone = ((unit, {}) for unit in order)
-        numbers: dict[str, Tensor] = {}
+        numbers = dict.fromkeys(sharers, _NO_NUMBERS)
         scales = dict.fromkeys(sharers, _NO_SCALES)
         for unit, arrived in self.reader.read_each(tags, order) if tags else alone:
-            parts = {x: self.offered(step)[unit] if x == me else arrived[x]["grad"] for x in sharers}
-            if unit == NUMBERS:
+            parts = {x: self._own.wait(mine, unit) if x == me else arrived[x]["grad"] for x in sharers}
+            if unit == order[0]:
                 self._withdraw(self._sum_tag)  # all islands offer this step, so nobody has missed the last one
-                numbers = {x: _read_raw(part, self._count, torch.float64) for x, part in parts.items()}
                 self.encoding.begin_sum(len(sharers))
+            if unit == NUMBERS:
+                numbers = {x: _read_raw(part, self._count, torch.float64) for x, part in parts.items()}
                 _write_raw(torch.stack(list(numbers.values())).sum(0), self._sum[NUMBERS])
             elif unit == SCALES:
                 scales = {x: _read_raw(part, self.encoding.scales, torch.float32) for x, part in parts.items()}

@@ -51,6 +51,7 @@ class ShardedUnits:
     Attributes:
         unsharded: the units whose weights are unsharded.
         before_update: functions to call before an update changes weights or state.
+        offer_unit: is called with a unit whose gradient is final, if other islands read it.
         whole_tensors: set for an optimizer that needs whole tensors, else None.
     """
 
@@ -72,6 +73,7 @@ class ShardedUnits:
         self.compute, self.master, self.offload = plan.compute, plan.master, plan.offload
         self.state_device = host_of(mesh.device) if plan.offload else mesh.device
         self.before_update: list[Callable[[], None]] = []
+        self.offer_unit: Callable[[Unit], None] = lambda unit: None
         self.whole_tensors: WholeTensors | None = None
         self.unsharded: set[str] = set()
         self._reductions: dict[str, tuple[Tensor, Pending]] = {}
@@ -235,15 +237,19 @@ class ShardedUnits:
         """Wait for the sums over replicas."""
         self._replicas[axes].wait()
 
-    def sum_tp_replicas(self) -> None:
-        """Sum the gradients that several ranks of tp hold."""
-        for unit in self.units.values():
+    def sum_tp_replicas(self, names: Sequence[str]) -> None:
+        """Sum the gradients of these units that several ranks of tp hold."""
+        for unit in (self.units[name] for name in names):
             self.tp_replicas.add(unit.layout, unit.layout.own[0], unit.grad)
         self.tp_replicas.finish()
 
     def sum_tied(self, name: str) -> None:
         """Add the other stage's gradient of the tied embeddings."""
         self.ties.add(self.units[name].grad)
+
+    def offer(self, name: str) -> None:
+        """Offer the unit's gradient to the other islands."""
+        self.offer_unit(self.units[name])
 
     def _start_gradient(self, unit: Unit) -> None:
         """Zero the gradients of vectors, which autograd adds to, and the padding behind them. The gradients of matrices

@@ -37,8 +37,9 @@ class ReplicaReducer:
 
 class TPReplicaReducer:
     """Sums the gradients of tp replicas once a step: norms over a share of the tokens, K/V heads that several ranks'
-    query heads read, and experts. Small gradients are sent in one message for each number of replicas. Others are
-    summed in place, because a message would need a copy of the gradients of all experts.
+    query heads read, and experts. If gradients are offered to other islands, it sums unit by unit. Small gradients are
+    sent in one message for each number of replicas. Others are summed in place, because a message would need a copy of
+    the gradients of all experts.
 
     Args:
         groups: number of replicas -> the process group of the ranks that hold them.

@@ -120,6 +120,10 @@ class _Words:
                 return f"collect  the gradient of {unit}{'' if first else ' and add it'}"
             case ops.SumTied(unit):
                 return f"sum      {unit}, shared with another stage"
+            case ops.SumTPReplicas(units):
+                return f"sum      gradients replicated across tp ranks, of {_some(units)}"
+            case ops.Offer(unit):
+                return f"offer    the gradient of {unit} to the other islands"
             case ops.Receive() if turn is not None and turn.needs is not None:
                 return f"receive  {_named(turn.needs)}"
             case ops.Send() if turn is not None and turn.gives is not None:
@@ -150,7 +154,6 @@ class _Words:
 _PLAIN = {
     ops.Accept: "accept   the input from another stage of this rank",
     ops.Hand: "hand     the result to another stage of this rank",
-    ops.SumTPReplicas: "sum      gradients replicated across tp ranks",
     ops.FinishSends: "wait     until all messages are sent",
     ops.CountTokens: "count    tokens  (all-gather over dp+fsdp+cp)",
     ops.AwaitTokens: "wait     for the count of tokens",
@@ -162,6 +165,10 @@ _PLAIN = {
     ops.UpdateBiases: "update   selection biases of experts",
     ops.Report: "report   the step's numbers  (all-gather over all ranks)",
 }
+
+
+def _some(units: Sequence[str]) -> str:
+    return units[0] if len(units) == 1 else f"{len(units)} units"
 
 
 def _named(message: Message) -> str:

@@ -29,7 +29,7 @@ from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1
 _NEVER = -math.inf
-_UNTIMED = (ops.Accept, ops.Hand, ops.Free, ops.Open, ops.Close, ops.AwaitTokens)
+_UNTIMED = (ops.Accept, ops.Hand, ops.Free, ops.Open, ops.Close, ops.Offer, ops.AwaitTokens)
 CAUSES = ("launch", "tp", "cp", "ep", "fsdp", "dp", "pp")  # costs of a step besides kernels
 
 
@@ -216,6 +216,15 @@ class _Rank:
         seconds = self.step.costs.collective("dp", op.axes, "all_reduce", shards * self.step.sizes.master)
         self.sums.setdefault(op.axes, []).append((self.launch(op.axes, seconds), seconds))
 
+    def await_sums(self, axes: str) -> None:
+        for end, seconds in self.sums.pop(axes):
+            self.wait(end, seconds)
+
+    def sum_tp_replicas(self, names: Sequence[str]) -> None:
+        summed = sum(self.step.program.units[name].tp_replicated for name in names)
+        seconds = self.step.costs.collective("tp", "tp", "all_reduce", summed * self.step.sizes.master)
+        self.wait(self.launch("tp replicas", seconds), seconds)
+
     def end(self, op: Op, plan: RankPlan) -> None:
         """Run an op of the end of a step."""
         step, units = self.step, self.step.program.units
@@ -229,12 +238,9 @@ class _Rank:
             case ops.Sum():
                 self.sum(op)
             case ops.AwaitSums():
-                for end, seconds in self.sums.pop(op.axes):
-                    self.wait(end, seconds)
+                self.await_sums(op.axes)
             case ops.SumTPReplicas():
-                summed = sum(units[name].tp_replicated for name in plan.units)
-                seconds = step.costs.collective("tp", "tp", "all_reduce", summed * step.sizes.master)
-                self.wait(self.launch("tp replicas", seconds), seconds)
+                self.sum_tp_replicas(op.units)
             case ops.SumTied():
                 seconds = step.costs.message(units[op.unit].shard * step.sizes.master)
                 self.wait(self.launch("ties", seconds), seconds)
@@ -370,6 +376,10 @@ class Simulation:
                     rank.collect(op)
                 case ops.Sum():
                     rank.sum(op)
+                case ops.AwaitSums():
+                    rank.await_sums(op.axes)
+                case ops.SumTPReplicas():
+                    rank.sum_tp_replicas(op.units)
                 case ops.Receive():
                     assert turn.needs, "it receives from another rank"
                     clocks[STREAM] = max(clocks[STREAM], self._arrival(turn.needs, number))

@@ -4,11 +4,12 @@ All decisions that depend on the ZeRO stage, the residency of a unit or the numb
 executor runs the result and decides nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ndtrain.config import ModelConfig, MoEConfig
+from ndtrain.config.schema import GRADIENTS, IslandsConfig
 from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, UnitGroups
 from ndtrain.model.transformer import sparse_layers
 from ndtrain.parallel.grad_sums import BUCKET_BYTES
@@ -106,6 +107,11 @@ class Experts(NamedTuple):
 NO_EXPERTS = Experts()
 
 
+def offers_gradients(islands: IslandsConfig) -> bool:
+    """Return True if the gradients of each step are offered to other islands."""
+    return islands.count > 0 and islands.sync == GRADIENTS
+
+
 @dataclass(frozen=True)
 class Holdings:
     """The layers that a rank computes and the units that it holds.
@@ -116,6 +122,7 @@ class Holdings:
         recompute_groups: the blocks that are recomputed.
         in_place: True if a reduce-scatter needs no memory of its own while it is in progress.
         experts: the ops that experts add to the step.
+        offers: True if each unit's gradient is offered to other islands as soon as it is final.
     """
 
     layers: Sequence[Layer]
@@ -123,6 +130,7 @@ class Holdings:
     recompute_groups: Sequence[RecomputeGroup] = ()
     in_place: bool = False
     experts: Experts = NO_EXPERTS
+    offers: bool = False
 
     @property
     def reshards(self) -> bool:
@@ -136,7 +144,7 @@ class Holdings:
 
     def joined(self) -> "Holdings":
         """Return the same holdings with consecutive layers joined, if nothing happens between layers."""
-        if not self.resident:
+        if not self.resident or self.offers:
             return self
         layers, groups = join(self.layers, self.recompute_groups)
         return replace(self, layers=layers, recompute_groups=groups)
@@ -199,17 +207,18 @@ class _Builder:
         reducing: units whose reduction is in progress: (name, True if the step's first, True if the step's last).
         reduced: units that were reduced in this step.
         buckets: for each set of replica axes, the bucket of complete shards whose sum is not launched yet.
-        summing: replica axes with sums that were launched.
+        summing: replica axes, and the units whose sums along them are in progress.
     """
 
     def __init__(self, holdings: Holdings, unsharded: frozenset[str]):
-        self.layers, self.units, self.in_place = holdings.layers, holdings.units, holdings.in_place
+        self.layers, self.units, self.offers = holdings.layers, holdings.units, holdings.offers
+        self.in_place = holdings.in_place and not self.offers  # offered gradients are collected one by one
         self.experts, self.counting = holdings.experts, False
         self.unsharded, self.gathering = unsharded, frozenset[str]()
         self.opened, self.reduced = frozenset[str](), frozenset[str]()
         self.reducing: tuple[tuple[str, bool, bool], ...] = ()
         self.buckets: tuple[tuple[str, _Bucket], ...] = ()
-        self.summing = frozenset[str]()
+        self.summing: tuple[tuple[str, tuple[str, ...]], ...] = ()
         self._spans = _gradient_spans(self.units)
         self._known: dict[tuple, tuple] = {}
 
@@ -263,13 +272,16 @@ class _Builder:
         for axes in dict.fromkeys(u.replica_axes for u in self.units.values()):
             if axes in buckets:
                 yield from self._sum(axes, buckets[axes])
-            if axes in self.summing:
-                yield ops.AwaitSums(axes)
-        if any(u.tp_replicated for u in self.units.values()):
-            yield ops.SumTPReplicas()
-        yield from (ops.SumTied(name) for name, u in self.units.items() if u.tied)
+            yield from self._await_sums(axes)
+        if not self.offers:
+            yield from self._sum_tp_replicas(self.units)
+        for name, unit in self.units.items():
+            if unit.tied:
+                yield ops.SumTied(name)
+                yield from self._offer(name)
         if self.experts.capacity:
             yield ops.CheckCapacity()
+            yield from (ops.Offer(name) for name in reversed(self.units) if self.offers)
 
     def update(self, row: Sequence[Action]) -> Iterator[Op]:
         """Yield the ops from the summed gradients to the report of the step."""
@@ -343,7 +355,10 @@ class _Builder:
             self.opened -= {name}
         if not (held and unit.replicas == 1 and self.in_place):
             yield from self._collect()
-        self.reducing += ((name, name not in self.reduced, final),)
+        if unit.shards == unit.replicas == 1:
+            yield from self._complete([name])
+        else:
+            self.reducing += ((name, name not in self.reduced, final),)
         self.reduced |= {name}
 
     def _collect(self) -> Iterator[Op]:
@@ -354,6 +369,8 @@ class _Builder:
                 yield ops.Collect(name, first)
             if final and unit.replicas > 1:
                 yield from self._add_to_bucket(name, unit)
+            elif final:
+                yield from self._complete([name])
         self.reducing = ()
 
     def _add_to_bucket(self, name: str, unit: UnitFacts) -> Iterator[Op]:
@@ -373,9 +390,37 @@ class _Builder:
             yield from self._sum(axes, bucket)
 
     def _sum(self, axes: str, bucket: _Bucket) -> Iterator[Op]:
+        if self.offers:
+            yield from self._await_sums(axes)  # of the bucket before, so that its units need not wait for the last one
         self.buckets = tuple((a, b) for a, b in self.buckets if a != axes)
-        self.summing |= {axes}
+        self.summing += ((axes, bucket.units),)
         yield ops.Sum(axes, bucket.units)
+
+    def _await_sums(self, axes: str) -> Iterator[Op]:
+        summed = [name for a, units in self.summing if a == axes for name in units]
+        if summed:
+            self.summing = tuple((a, units) for a, units in self.summing if a != axes)
+            yield ops.AwaitSums(axes)
+            yield from self._complete(summed)
+
+    def _complete(self, names: Sequence[str]) -> Iterator[Op]:
+        """Yield what offered gradients still need after their sums over shards and replicas.
+
+        Gradients that are not offered are summed over the ranks of tp at the end, in one message.
+        """
+        for name in names if self.offers else ():
+            yield from self._sum_tp_replicas([name])
+            if not self.units[name].tied:
+                yield from self._offer(name)
+
+    def _sum_tp_replicas(self, names: Iterable[str]) -> Iterator[Op]:
+        if replicated := tuple(name for name in names if self.units[name].tp_replicated):
+            yield ops.SumTPReplicas(replicated)
+
+    def _offer(self, name: str) -> Iterator[Op]:
+        """Offer a gradient that is final. If the step may be repeated with more room for experts, it is not yet."""
+        if self.offers and not self.experts.capacity:
+            yield ops.Offer(name)
 
 
 def _gradient_spans(units: Mapping[str, UnitFacts]) -> dict[str, tuple[int, int]]:

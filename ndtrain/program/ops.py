@@ -132,12 +132,21 @@ class AwaitSums:
 
 @dataclass(frozen=True, slots=True)
 class SumTPReplicas:
-    """Sum the gradients of tensors that several tp ranks hold."""
+    """Sum the gradients of the tensors in these units that several tp ranks hold."""
+
+    units: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SumTied:
     """Sum the gradient of a unit over the stages that hold it."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Offer the rank's shard of a unit's gradient to the other islands. It does not change any more in this step."""
 
     unit: str
 
@@ -194,8 +203,8 @@ class Report:
 
 Op = (
     Run | Receive | Accept | Send | Hand | Gather | Await | Free | Open | Close | Reduce | Collect | Sum | AwaitSums
-    | SumTPReplicas | SumTied | FinishSends | CountTokens | AwaitTokens | SumLoads | AwaitLoads | CheckCapacity
-    | GatherStats | Update | UpdateBiases | Report
+    | SumTPReplicas | SumTied | Offer | FinishSends | CountTokens | AwaitTokens | SumLoads | AwaitLoads
+    | CheckCapacity | GatherStats | Update | UpdateBiases | Report
 )  # fmt: skip
 
 

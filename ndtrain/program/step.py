@@ -22,7 +22,7 @@ from ndtrain.parallel.distribution import Distribution
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, RecomputeOps, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import StatePlan
-from ndtrain.program.build import Experts, Holdings, UnitFacts, build_program
+from ndtrain.program.build import Experts, Holdings, UnitFacts, build_program, offers_gradients
 from ndtrain.program.launch_order import check, launches
 from ndtrain.program.ops import Op, RankProgram, Run, Turn
 from ndtrain.program.passes import Layer, Variant, line_up, variants
@@ -176,6 +176,10 @@ class _Ranks(Sequence[RankPlan]):
     def experts(self) -> Experts:
         return Experts.of(self.cfg.model, self.cfg.moe)
 
+    @property
+    def offers(self) -> bool:
+        return offers_gradients(self.cfg.islands)
+
     @cached_property
     def _segments(self) -> dict[int, list[Segment]]:
         return _segments(self.cfg.model, self.placement)
@@ -186,7 +190,7 @@ class _Ranks(Sequence[RankPlan]):
         units = [(name, u.residency, u.shards > 1, summed(u), u.tp_replicated > 0) for name, u in self.units.items()]
         saved = sorted(RecomputeOps.of(self.cfg.model, self.cfg.mesh).always)
         ahead = self.look_ahead is not None
-        how = self.in_graph, self.in_place, ahead, self.experts
+        how = self.in_graph, self.in_place, ahead, self.experts, self.offers
         return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, how))
 
     def __eq__(self, other: object) -> bool:
@@ -243,7 +247,8 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
             build_program(ahead, rank, Holdings(headless, units, (), step.in_place, step.experts)), layers, ops
         )
         unsharded = before.unsharded
-    program = build_program(schedule, rank, Holdings(layers, units, groups, step.in_place, step.experts), unsharded)
+    holdings = Holdings(layers, units, groups, step.in_place, step.experts, step.offers)
+    program = build_program(schedule, rank, holdings, unsharded)
     blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]
     return RankPlan(
         tuple(units),

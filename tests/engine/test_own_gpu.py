@@ -123,6 +123,7 @@ THREADS = {
     "data/progress.py": False,
     "data/workers.py": False,
     "engine/island_wait.py": True,
+    "engine/outer_step.py": False,
     "islands/leader.py": False,  # the islands' threads see only tensors on the host
     "islands/reading.py": False,
     "islands/wire.py": False,

@@ -87,7 +87,7 @@ class _Planned:
             elif isinstance(op, ops.Update) and self.units.whole_tensors is not None:
                 pass  # its messages carry whole tensors to their owners and back
             elif isinstance(op, ops.SumTPReplicas):
-                self._check_tp_replicas(index, made)
+                self._check_tp_replicas(index, op, made)
             elif isinstance(op, ops.FinishSends):  # sends that have ended are not waited for
                 assert all(event[:2] == ("wait", "send") for event in made), f"op {index}, {op}: {made}"
             else:
@@ -141,9 +141,9 @@ class _Planned:
             case ops.Report():
                 yield self._over(AXES, "all_gather", NUMBER * world)
 
-    def _check_tp_replicas(self, index: int, made: Sequence[Event]) -> None:
+    def _check_tp_replicas(self, index: int, op: ops.SumTPReplicas, made: Sequence[Event]) -> None:
         launched = [event for event in made if event.kind == "launch"]
-        nbytes = sum(map(_replicated, self.units.units.values())) * self.plan.master.itemsize
+        nbytes = sum(_replicated(self.units.units[name]) for name in op.units) * self.plan.master.itemsize
         assert sum(event.nbytes for event in launched) == nbytes, f"op {index}: {made}, expected {nbytes} bytes"
         assert {event.op for event in launched} <= {"all_reduce"}, f"op {index}: {made}"
         assert sorted(event[1:] for event in launched) == sorted(e[1:] for e in made if e.kind == "wait")
