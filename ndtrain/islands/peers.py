@@ -54,7 +54,8 @@ class Peers:
 
     def computed(self, member: Member) -> int:
         """Return the last step whose gradient a member offers, as far as known."""
-        return self._computed_at.get(member.life, (0, 0.0))[0]
+        beat = self.beats.get(member.life)
+        return beat.computed if beat else 0
 
     def offered_s(self, member: Member, step: int, now: float) -> float:
         """Return for how many seconds a member has offered its gradient of a step; 0: it has not."""
