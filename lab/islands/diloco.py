@@ -20,12 +20,6 @@ from ndtrain.engine.validation import Validation
 from ndtrain.measure.results import save
 
 MOMENTUM = 0.9
-PUBLISHED = {  # parameters -> evaluation loss of data parallelism, and of 1, 2, 4 and 8 islands (arXiv 2503.09799)
-    "35M": (3.485, 3.482, 3.508, 3.554, 3.621),
-    "90M": (3.167, 3.162, 3.182, 3.213, 3.265),
-    "550M": (2.653, 2.645, 2.657, 2.673, 2.698),
-    "2.4B": (2.326, 2.317, 2.323, 2.332, 2.351),
-}
 
 
 @dataclass(frozen=True)

@@ -262,8 +262,8 @@ def reading_is_not_cancelled(patch: Patch) -> None:
 def the_newest_checkpoint_does_not_count(patch: Patch) -> None:
     """Let every island that restarts with a state of its own begin with it."""
 
-    def compose(number, reports, batch, rows):
-        epoch: Epoch = unplanned_epoch(number, reports, batch, rows)
+    def compose(number, reports, batch, rows, *more):
+        epoch: Epoch = unplanned_epoch(number, reports, batch, rows, *more)
         if any(r.done is not None for r in reports):
             return epoch
         oldest = min(r.start.step for r in reports)
