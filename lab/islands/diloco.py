@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +27,14 @@ MOMENTUM = 0.9
 class Options(OutOptions):
     """Options of the trial."""
 
-    steps: int = option("inner steps of each run", 1000)
+    steps: int = option("inner steps of each run", 600)
     batch: int = option("rows of the global batch", 16)
     seq_len: int = option("tokens of a row", 64)
-    inner_steps: int = option("inner steps between two exchanges", 30)
-    lrs: str = option(
-        "inner learning rates of data parallelism, with commas; the best one is used for all", "3e-3,1e-2"
-    )
-    outer_lrs: str = option("outer learning rates, with commas", "0.4,0.6,0.8")
+    inner_steps: int = option("inner steps between two exchanges", 15)
+    lrs: str = option("inner learning rates, with commas", "1e-3,3e-3")
+    outer_lrs: str = option("outer learning rates, with commas", "0.2,0.4,0.8")
     islands: str = option("numbers of islands, with commas", "1,2,4,8")
-    codecs: str = option("codecs besides fp32, with the best outer learning rate, with commas", "bf16,int8,int4")
+    codecs: str = option("codecs besides fp32, with the best learning rates, with commas", "bf16,int8,int4")
     fragments: int = option("fragments of a further run with 4 islands", 3)
     delay: int = option("delay of the run with fragments", 3)
 
@@ -59,11 +58,9 @@ def run(options: Options) -> bool:
         measure = lambda case: found.append(_measured(Path(folder), options, case))
         for lr in lrs:
             measure(Case(0, lr, 0.0))
-        lr = min(found, key=lambda x: x["loss"])["lr"]
-        for n in map(int, islands):
-            for outer_lr in outer_lrs:
-                measure(Case(n, lr, outer_lr))
-        for case in _further(options, found, lr):
+        for n, lr, outer_lr in product(map(int, islands), lrs, outer_lrs):
+            measure(Case(n, lr, outer_lr))
+        for case in _further(options, found):
             measure(case)
     result = rounded(found, digits=6)
     save("islands diloco", options, cases=result)
@@ -71,16 +68,17 @@ def run(options: Options) -> bool:
     return True
 
 
-def _further(options: Options, found: list[dict[str, Any]], lr: float) -> Iterator[Case]:
-    """Yield the runs with the best outer learning rate of 4 islands: with each codec, and with fragments."""
+def _further(options: Options, found: list[dict[str, Any]]) -> Iterator[Case]:
+    """Yield the runs with the best learning rates of 4 islands: with each codec, and with fragments."""
     of_four = [x for x in found if x["islands"] == 4]
     if not of_four:
         return
-    best = min(of_four, key=lambda x: x["loss"])["outer_lr"]
+    best = min(of_four, key=lambda x: x["loss"])
+    rates = best["lr"], best["outer_lr"]
     for codec in filter(None, options.codecs.split(",")):
-        yield Case(4, lr, best, codec)
+        yield Case(4, *rates, codec)
     if options.fragments > 1:
-        yield Case(4, lr, best, "int4", options.fragments, options.delay)
+        yield Case(4, *rates, "int4", options.fragments, options.delay)
 
 
 def _measured(folder: Path, options: Options, case: Case) -> dict[str, Any]:
@@ -126,9 +124,8 @@ def _show(found: list[dict[str, Any]]) -> None:
     print(f"data parallelism: {alone:.4f}")
     for n in sorted({x["islands"] for x in found} - {0}):
         best = min((x for x in found if x["islands"] == n and x["codec"] == "fp32"), key=lambda x: x["loss"])
-        print(
-            f"{n} islands: {best['loss']:.4f} ({best['loss'] / alone - 1:+.2%}) at an outer rate of {best['outer_lr']}"
-        )
+        rates = f"rates {best['lr']:g} and {best['outer_lr']:g}"
+        print(f"{n} islands: {best['loss']:.4f} ({best['loss'] / alone - 1:+.2%}) with {rates}")
 
 
 def _floats(text: str) -> list[float]:
