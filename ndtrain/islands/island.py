@@ -651,8 +651,9 @@ class Island:
         self._joiners = {name: j for name, j in self._joiners.items() if not epoch.has_life(j[0].life)}
         for member in epoch.members:
             self._peers.hear(member.life, self._now)
-        if epoch.holders:
-            self.effects.append(Cancel(epoch.number - 1))
+        # Without a loss the previous epoch goes on, although a promise may have cancelled it: the promise was for an
+        # epoch without a lost member, and a planned one that had been accepted before was decided in its place.
+        self.effects.append(Cancel(epoch.number - (1 if epoch.holders else 2)))
         self._take_place(epoch)
         self._tell(_description(old, epoch))
 

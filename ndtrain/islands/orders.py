@@ -106,7 +106,8 @@ class Save(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Make the ranks give up reading gradients of epochs up to this one."""
+    """Make the ranks give up reading gradients of epochs up to this one. Later epochs, which may have been cancelled
+    before, are read again."""
 
     epoch: int
 

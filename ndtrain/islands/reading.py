@@ -263,10 +263,11 @@ class Reader:
         """Make the read that is in progress raise `Gone` at once, in its own thread.
 
         Args:
-            epoch: end only a read of gradients of this epoch or an earlier one, and refuse such reads from now on.
+            epoch: end only a read of gradients of this epoch or an earlier one, and refuse such reads until the next
+                call with an epoch.
         """
         with self._lock:
-            self._cancelled = self._cancelled if epoch is None else max(self._cancelled, epoch)
+            self._cancelled = self._cancelled if epoch is None else epoch
             progress = self._progress
             if progress and (epoch is None or self._is_cancelled(progress.tags)):
                 progress.fail(Gone("", "the read was cancelled"))

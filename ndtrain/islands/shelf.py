@@ -61,7 +61,7 @@ class Shelf:
     def offer(self, tag: Tag, unit: str, buffers: Offered) -> None:
         """Make a unit readable. Its tensors must not change until `withdraw` has returned.
 
-        Does nothing if the tag is cancelled or withdrawn.
+        Does nothing if the tag is withdrawn.
 
         Args:
             buffers: flat tensors on the CPU, one for each buffer of the table's `tag.what`.
@@ -76,7 +76,7 @@ class Shelf:
         if buffers.keys() != named.keys() or not all(fits(buffers[name], dtype) for name, dtype in named.items()):
             raise ValueError(f"unit {unit} is offered with other tensors than its table describes for {tag.what!r}")
         with self._changed:
-            if not self._is_gone(tag):
+            if not self._closed and tag not in self._withdrawn:
                 self._offers.setdefault(tag, {})[unit] = buffers
                 self._changed.notify_all()
 
@@ -99,12 +99,12 @@ class Shelf:
             self._changed.wait_for(lambda: not self._readers_of(tag))
 
     def cancel(self, epoch: int) -> None:
-        """Answer "gone" to all who wait for gradients of this epoch or an earlier one, now and from now on.
+        """Answer "gone" to all who wait for gradients of this epoch or an earlier one, until the next call.
 
         Gradients that are being sent are sent to the end. Their tensors must not change until `withdraw`.
         """
         with self._changed:
-            self._cancelled = max(self._cancelled, epoch)
+            self._cancelled = epoch
             self._changed.notify_all()
 
     def wait(self, tag: Tag, unit: str, timeout_s: float | None = None) -> Offered | None:

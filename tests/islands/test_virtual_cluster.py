@@ -390,3 +390,9 @@ def test_scene_killed_at_every_point_of_a_step_all_end(victim):
     expected = {"compute", "offered", "may finish", "sharer", "frozen", "accepter"}
     expected |= {"i0": {"proposer"}, "i1": {"leaver"}, "i2": {"learner", "heal"}}[victim]
     assert expected <= seen
+
+
+def test_scene_planned_epoch_decided_after_a_promise_for_a_loss_the_steps_before_it_are_finished():
+    """Two members promise to replace a lost one, and then learn that a planned epoch had been accepted before. The
+    steps before it belong to the epoch whose reads the promise has cancelled."""
+    check(virtual.run, 11_726, 3, 9, 60)

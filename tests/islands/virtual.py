@@ -194,7 +194,7 @@ class Cluster:
                 case Save(saved):
                     self.disk[process.member.name] = saved
                 case Cancel(epoch):
-                    process.rank.cancelled = max(process.rank.cancelled, epoch)
+                    process.rank.cancelled = epoch
         self.check_epoch(process.island.epoch)
         self.go_on(process)
 
