@@ -148,7 +148,8 @@ def _plan(cfg: Config, data: Data) -> dict[str, str]:
         "train.steps": cfg.train.steps,
     }
     plan |= {f"{name}.{key}": x for name in _SECTIONS for key, x in asdict(getattr(cfg, name)).items()}
-    plan |= order_of(cfg, data) | {f"islands.{key}": getattr(cfg.islands, key) for key in _METHOD}
+    method = _METHOD if cfg.islands.sync == DILOCO else ("sync",)
+    plan |= order_of(cfg, data) | {f"islands.{key}": getattr(cfg.islands, key) for key in method}
     short = lambda text: text if len(text) <= 200 else digest({"text": text})
     return {key: short(str(value)) for key, value in plan.items()}
 
