@@ -74,12 +74,14 @@ class Leader:
         self._events: queue.Queue[Callable[[float], None]] = queue.Queue()
         self._links: dict[tuple[str, str], _Link] = {}
         self._ranks, self._told, self._warned = list(ranks), list[str](), set[str]()
+        self._ranks_of: dict[str, list[str]] = {}  # life of an island -> the addresses of its ranks
         self._closed, self._failure = False, ""
         self._handlers = {LEADER: self._hear, RANKS: self._name_ranks}
         self._doors: dict[str, Listener] = {}
         self._listener = Listener(place.host, place.token, self._handlers, reserved=place.doors)
         life, now, random = os.urandom(8).hex(), time.monotonic(), Random()
         me = Member(name, life, self._listener.address, grain)
+        self._ranks_of[life] = self._ranks
         saved = read_saved(self._file)
         self.island = Island(me, start, rules, saved, False, place.doors, now, random)
         with self._changed:
@@ -178,8 +180,12 @@ class Leader:
         Raises:
             WireError: it cannot be reached, or answers something else.
         """
-        if member.life == self.me.life:
-            return self._ranks
+        if member.life not in self._ranks_of:
+            self._ranks_of[member.life] = self._asked_ranks(member)
+        return self._ranks_of[member.life]
+
+    def _asked_ranks(self, member: Member) -> list[str]:
+        """Ask a leader for the addresses of its ranks. They are the same as long as its process lives."""
         connection = connect(member.address, self._place.token, RANKS, _CONNECT_S)
         try:
             connection.timeout_s = _CONNECT_S
