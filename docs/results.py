@@ -387,16 +387,28 @@ def timeline() -> str:
     return f"{table(['', 'makespan'], rows)}\n\n- `{name}.json`"
 
 
+PUBLISHED_DILOCO = {  # parameters -> evaluation loss of data parallelism, and of 1, 2, 4 and 8 islands (2503.09799)
+    "35M": (3.485, 3.482, 3.508, 3.554, 3.621),
+    "550M": (2.653, 2.645, 2.657, 2.673, 2.698),
+    "2.4B": (2.326, 2.317, 2.323, 2.332, 2.351),
+}
+
+
 def islands_link() -> str:
     """Return seconds per step over both links, and what the slow link is."""
-    results = load("islands-link")
+    names = "islands-link", "islands-link-diloco"
     spread = lambda own: f"{own['median']:.3g} ({own['q1']:.3g} .. {own['q3']:.3g})"
-    rows = [[case, spread(own), f"{own['runs'][-1]['sent_mb_per_step']:.2f}"] for case, own in results["cases"].items()]
-    slow = results["link"]["slow"]
-    sees = f"{slow['mbit']:.1f} Mbit/s and a round trip of {slow['round_trip_ms']:.0f} ms"
-    text = f"The slow link: {sees}, as a transfer of 5 MB sees them."
-    head = ["exchange, link", "s/step, median (quartiles)", "MB sent per step and island"]
-    return with_origin(f"{table(head, rows)}\n\n{text}", "islands-link")
+    rows, sees = [], ""
+    for results in map(load, names):
+        tokens = f"{results['batch'] * results['seq_len']:,}"
+        for case, own in results["cases"].items():
+            rows.append([case, tokens, spread(own), f"{own['runs'][-1]['sent_mb_per_step']:.2f}"])
+        slow = results["link"]["slow"]
+        sees = f"{slow['mbit']:.1f} Mbit/s and a round trip of {slow['round_trip_ms']:.0f} ms"
+    head = ["exchange, link", "tokens a step", "s/step, median (quartiles)", "MB sent per step and island"]
+    diloco = "DiLoCo: int8, H = 30, 3 fragments, a delay of 7 steps."
+    text = f"The slow link: {sees}, as a transfer of 5 MB sees them. {diloco}"
+    return with_origin(f"{table(head, rows)}\n\n{text}", *names)
 
 
 def islands_partition() -> str:
@@ -412,12 +424,53 @@ def islands_partition() -> str:
     return with_origin(table(head, rows), *names)
 
 
+def islands_recovery() -> str:
+    """Return the seconds that a loss costs islands, and a job that restarts from a checkpoint."""
+    results = load("islands-recovery")
+    names = {
+        "step_s": "usual step",
+        "next_step_s": "kill to the next new step",
+        "lost_s": "time without steps, less a usual step",
+        "longest_gap_s": "longest time between two new steps",
+    }
+    rows = [[text, f"{results['islands'][key]:.2f}", f"{results['job'][key]:.2f}"] for key, text in names.items()]
+    head = ["s, median of the rounds", "islands", "restart from a checkpoint"]
+    return with_origin(table(head, rows), "islands-recovery")
+
+
+def islands_diloco() -> str:
+    """Return the best loss of each number of islands, its distance from data parallelism, and the published ones."""
+    cases = load("islands-diloco")["cases"]
+    alone = min(x["loss"] for x in cases if not x["islands"])
+    plain = [x for x in cases if x["islands"] and x["codec"] == "fp32"]
+    counts = sorted({x["islands"] for x in plain})
+    rows = []
+    for i, n in enumerate(counts):
+        best = min((x for x in plain if x["islands"] == n), key=lambda x: x["loss"])
+        published = [f"{100 * (of[1 + i] / of[0] - 1):+.1f} %" for of in PUBLISHED_DILOCO.values()]
+        penalty = f"{100 * (best['loss'] / alone - 1):+.1f} %"
+        same = [x for x in plain if (x["islands"], x["lr"]) == (n, best["lr"])]
+        rates = [f"{x['loss']:.3f}" for x in sorted(same, key=lambda x: x["outer_lr"])]
+        rows.append([str(n), f"{best['loss']:.3f}", penalty, str(best["outer_lr"]), " ".join(rates), *published])
+    rates = ", ".join(str(x) for x in sorted({x["outer_lr"] for x in plain}))
+    head = ["islands", "loss", "penalty", "best outer rate", f"loss at {rates}", *PUBLISHED_DILOCO]
+    text = f"Data parallelism has a loss of {alone:.3f}. A penalty is relative to it."
+    others = [x for x in cases if x["codec"] != "fp32"]
+    best = min((x for x in plain if x["islands"] == 4), key=lambda x: x["loss"])
+    of_codecs = [
+        [x["codec"], str(x["fragments"]), str(x["delay"]), f"{x['loss']:.3f}", f"{x['error']:.2g}"]
+        for x in (best, *others)
+    ]
+    codecs = table(["4 islands, codec", "fragments", "delay", "loss", "rounding error"], of_codecs)
+    return with_origin(f"{text}\n\n{table(head, rows)}\n\n{codecs}", "islands-diloco")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         gpu_steps, gpu_peers, gpu_aims, gpu_profile, peers_data, peers_tp, peers_cp, peers_cp_link, peers_pp, step,
         step_profile, checkpoint, collectives, matmul, first_run, experts_runs, timeline,
-        islands_link, islands_partition,
+        islands_link, islands_partition, islands_recovery, islands_diloco,
     )
 }  # fmt: skip
 

@@ -287,7 +287,7 @@ def the_limit_is_not_the_lowest(patch: Patch) -> None:
 FOUND_BY: dict[Callable[[Patch], None], tuple[type[Scene], int, int]] = {
     promises_are_not_saved: (FixedAddresses, 3, 7),
     accepted_epochs_are_not_saved: (Ambush, 3, 146),
-    the_limit_is_not_the_lowest: (Ambush, 3, 16),
+    the_limit_is_not_the_lowest: (Ambush, 3, 113),
     ballots_are_not_compared: (FixedAddresses, 4, 123),
     accepts_ignore_promises: (FixedAddresses, 3, 472),
     islands_vote_without_memory: (Scene, 2, 2),
@@ -297,7 +297,7 @@ FOUND_BY: dict[Callable[[Patch], None], tuple[type[Scene], int, int]] = {
     any_member_decides: (Scene, 2, 0),
     promises_do_not_wait_for_the_step: (FixedAddresses, 3, 166),
     steps_go_on_after_a_promise: (Ambush, 3, 214),
-    planned_although_one_has_frozen: (Ambush, 3, 66),
+    planned_although_one_has_frozen: (Ambush, 3, 310),
     learners_are_not_awaited: (Scene, 2, 0),
     lost_rows_are_not_taken_over: (Scene, 2, 6),
     lost_rows_are_taken_over_twice: (Scene, 2, 279),
