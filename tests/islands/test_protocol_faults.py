@@ -288,7 +288,7 @@ FOUND_BY: dict[Callable[[Patch], None], tuple[type[Scene], int, int]] = {
     promises_are_not_saved: (FixedAddresses, 3, 7),
     accepted_epochs_are_not_saved: (Ambush, 3, 146),
     the_limit_is_not_the_lowest: (Ambush, 3, 113),
-    ballots_are_not_compared: (FixedAddresses, 4, 123),
+    ballots_are_not_compared: (FixedAddresses, 5, 156),
     accepts_ignore_promises: (FixedAddresses, 3, 472),
     islands_vote_without_memory: (Scene, 2, 2),
     half_decides_without_the_first: (Scene, 4, 14),
