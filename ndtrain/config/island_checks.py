@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ndtrain.config import registry
-from ndtrain.config.schema import DILOCO, Config, require
+from ndtrain.config.schema import DILOCO, Config, require, resolved
 
 TOKEN = "NDTRAIN_ISLANDS_TOKEN"  # variable with a secret text that all islands of a run know
 _SCHEDULES = ("gpipe", "1f1b", "interleaved")  # any number of microbatches, or any multiple of mesh.pp
@@ -64,6 +64,12 @@ def _check_diloco(cfg: Config) -> None:
         f"islands.delay={i.delay} must be less than islands.inner_steps / islands.fragments = {between}: an exchange "
         "has to end before the next one begins",
     )
+
+
+def row_grain(cfg: Config) -> int:
+    """Return the number that an island's rows are a multiple of. The configuration is resolved."""
+    microbatches = cfg.mesh.pp if cfg.schedule.name == "interleaved" else 1
+    return cfg.mesh.dp * cfg.mesh.fsdp * resolved(cfg.train.micro_batch) * microbatches
 
 
 def addresses(cfg: Config) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from ndtrain.checkpoint import State
 from ndtrain.checkpoint.directory import read_state
 from ndtrain.checkpoint.elements import OUTER, digest
 from ndtrain.config import Config, ConfigError
-from ndtrain.config.island_checks import TOKEN, addresses, is_on_this_host, island_name
-from ndtrain.config.schema import DILOCO, resolved
+from ndtrain.config.island_checks import TOKEN, addresses, is_on_this_host, island_name, row_grain
+from ndtrain.config.schema import DILOCO
 from ndtrain.data import Data, Source
 from ndtrain.engine.island_step import IslandStep, LocalRun
 from ndtrain.engine.island_tasks import Tasks
@@ -33,7 +33,6 @@ from ndtrain.islands.table import Table
 from ndtrain.islands.wire import Place, WireError
 from ndtrain.mesh.json_messages import all_gather_json
 from ndtrain.mesh.mesh import Mesh
-from ndtrain.mesh.sharding import BATCH_AXES
 from ndtrain.model import tensor_shapes
 from ndtrain.parallel.stages import Stages
 
@@ -85,17 +84,9 @@ def join_islands(
                 ranks = [str(x) for x in all_gather_json(exchange.address, mesh.world, mesh.device)]
             leader = None
             if mesh.rank == 0:
-                begin = Exchanges.of(cfg).done_at(state.step) if cfg.islands.sync == DILOCO else state.step
-                start = Start(begin, _weights(cfg, state, resumed), _plan(cfg, data))
-                leader = Leader(
-                    island_name(cfg),
-                    _grain(cfg, mesh),
-                    start,
-                    _rules(cfg),
-                    place,
-                    ranks,
-                    Path(cfg.run.dir),
-                )
+                start = Start(_steps_done(cfg, state), _weights(cfg, state, resumed), _plan(cfg, data))
+                who = island_name(cfg), row_grain(cfg)
+                leader = Leader(*who, start, _rules(cfg), place, ranks, Path(cfg.run.dir))
         except (WireError, ValueError, OSError) as error:
             raise ConfigError(f"islands: {error}") from error
         undo.pop_all()
@@ -126,10 +117,9 @@ def _on(mesh: Mesh, batches: list[Any]) -> list[Any]:
     return batches if mesh.device.type == "cpu" else [b.to(mesh.device) for b in batches]
 
 
-def _grain(cfg: Config, mesh: Mesh) -> int:
-    """Return the number that the island's rows are a multiple of."""
-    microbatches = cfg.mesh.pp if cfg.schedule.name == "interleaved" else 1
-    return mesh.size(*BATCH_AXES) * resolved(cfg.train.micro_batch) * microbatches
+def _steps_done(cfg: Config, state: State) -> int:
+    """Return the number of finished steps as the islands count them: with DiLoCo, exchanges."""
+    return Exchanges.of(cfg).done_at(state.step) if cfg.islands.sync == DILOCO else state.step
 
 
 def _rules(cfg: Config) -> Rules:

@@ -156,12 +156,12 @@ class Outer:
     def add(self, unit: str, parts: Sequence[Part], out: Tensor) -> None:
         """Write the weighted mean, added in the order of the parts. It is 0 if all weights are."""
         total = sum(float(part.numbers[0]) for part in parts)
+        each = [self.read(unit, part.data, part.scales).to(out.dtype) for part in parts]
         out.zero_()
-        for part in parts:
-            out.add_(self.read(unit, part.data, part.scales), alpha=float(part.numbers[0]) / (total or 1.0))
+        for x, part in zip(each, parts, strict=True):
+            out.add_(x, alpha=float(part.numbers[0]) / (total or 1.0))
         self.products[2] += self._dot(unit, out, out)
-        for i, part in enumerate(parts):
-            x = self.read(unit, part.data, part.scales).to(out.dtype)
+        for i, x in enumerate(each):
             self.products[3 + 2 * i : 5 + 2 * i] += torch.stack([self._dot(unit, x, x), self._dot(unit, x, out)])
 
     def _dot(self, unit: str, x: Tensor, y: Tensor) -> Tensor:

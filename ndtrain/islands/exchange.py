@@ -20,7 +20,7 @@ from ndtrain.islands.encoding import Encoding, Part
 from ndtrain.islands.own import OwnGradients
 from ndtrain.islands.reading import Gone, Reader
 from ndtrain.islands.shelf import GRAD, STATE, SUM, Shelf, Tag
-from ndtrain.islands.table import NIBBLES, Table, UnitTable
+from ndtrain.islands.table import NIBBLES, Table, UnitTable, pack_nibbles, unpack_nibbles
 from ndtrain.islands.wire import Listener, Place, WireError
 from ndtrain.mesh.row_map import Held, Rows
 from ndtrain.parallel.stages import Stages
@@ -146,7 +146,7 @@ class Exchange:
         self._own.put(step, NUMBERS, lambda out: _write_raw(numbers, out))
 
     def offer_again(self, step: int, epoch: int, units: Iterable[str]) -> None:
-        """Offer the gradient of a step that was offered before, in another epoch."""
+        """Offer the same gradient again, in another epoch."""
         self._own.offer_again(Tag(GRAD, step, epoch), [*self._extra, *units])
 
     def offered(self, step: int) -> Bits:
@@ -276,7 +276,7 @@ def _on_host(unit: Unit, buffer: str, copied: bool) -> Tensor:
 
 
 def _raw_unit(name: str, nbytes: int, dtypes: Iterable[torch.dtype]) -> UnitTable:
-    """Return the table of a unit whose elements are bytes of something else, in any of the dtypes."""
+    """Return the table of a unit that has room for some bytes, whichever of the dtypes its buffers have."""
     numel = max(2 * nbytes if dtype == NIBBLES else nbytes // dtype.itemsize for dtype in dtypes)
     return UnitTable(numel, {name: (Held(0, Rows(0, numel)),)})
 
@@ -285,16 +285,13 @@ def _write_raw(x: Tensor, out: Tensor) -> None:
     """Write the bytes of a tensor to the first elements of another one."""
     data = x.cpu().contiguous().view(torch.uint8)
     if out.dtype == NIBBLES:
-        data = torch.stack([data & 15, data >> 4], dim=1).flatten()
-        out[: len(data)] = data
-    else:
-        out.view(torch.uint8)[: len(data)] = data
+        data = torch.from_numpy(unpack_nibbles(data.numpy()))
+    out.view(torch.uint8)[: len(data)] = data
 
 
 def _read_raw(x: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return `count` numbers whose bytes are the first elements of a tensor."""
+    """Return the numbers that `_write_raw` has written."""
     nbytes = count * dtype.itemsize
     if x.dtype == NIBBLES:
-        halves = x[: 2 * nbytes].view(-1, 2)
-        return (halves[:, 0] | (halves[:, 1] << 4)).contiguous().view(dtype)
+        return torch.from_numpy(pack_nibbles(x[: 2 * nbytes].numpy())).view(dtype)
     return x.view(torch.uint8)[:nbytes].clone().view(dtype)

@@ -210,7 +210,7 @@ class Selection:
             for integers, copies in self._blocks(buffer, staging):
                 for view, part in copies:
                     part[:] = view
-                connection.send_bytes(_pack(integers).data)
+                connection.send_bytes(pack_nibbles(integers).data)
             return
         for memory, copies in self._parts(buffer, staging):
             for view, part in copies:
@@ -223,7 +223,7 @@ class Selection:
             for integers, copies in self._blocks(buffer, staging):
                 packed = np.empty(-(-integers.size // 2), dtype=np.uint8)
                 connection.receive_into(packed.data)
-                integers[:] = _unpack(packed)[: integers.size]
+                integers[:] = unpack_nibbles(packed)[: integers.size]
                 for view, part in copies:
                     view[:] = part
             return
@@ -338,7 +338,7 @@ def _views(array: np.ndarray, piece: _Piece, packed: np.ndarray) -> Iterator[_Co
         at += rows.numel
 
 
-def _pack(integers: np.ndarray) -> np.ndarray:
+def pack_nibbles(integers: np.ndarray) -> np.ndarray:
     """Return integers of 4 bits with two in each byte: the first in its lower half."""
     flat = integers.reshape(-1)
     packed = flat[0::2].copy()
@@ -346,6 +346,6 @@ def _pack(integers: np.ndarray) -> np.ndarray:
     return packed
 
 
-def _unpack(packed: np.ndarray) -> np.ndarray:
-    """Return the integers of `_pack`, and one more if their number is odd."""
+def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
+    """Return the integers of `pack_nibbles`, and one more if their number is odd."""
     return np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)

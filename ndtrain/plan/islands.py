@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ndtrain.config import Config
-from ndtrain.config.schema import DILOCO, resolved
+from ndtrain.config.island_checks import row_grain
+from ndtrain.config.schema import DILOCO
 from ndtrain.islands.epoch import Member, split_rows
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.price import Prices
@@ -27,9 +28,8 @@ def island_config(cfg: Config) -> Config:
     count = islands_of(cfg)
     if count == 1:
         return cfg
-    turns = cfg.mesh.pp if cfg.schedule.name == "interleaved" else 1
-    grain = cfg.mesh.dp * cfg.mesh.fsdp * resolved(cfg.train.micro_batch) * turns
-    shares = split_rows(cfg.train.global_batch, [Member(str(i), "", "", grain) for i in range(count)])
+    members = [Member(str(i), "", "", row_grain(cfg)) for i in range(count)]
+    shares = split_rows(cfg.train.global_batch, members)
     own = cfg.unfrozen()
     own.train.global_batch = max(shares)
     own.freeze()

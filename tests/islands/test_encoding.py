@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ndtrain.islands.encoding import Outer, Part
-from ndtrain.islands.table import NIBBLES, Selection, Staging, _equal_blocks, _pack, _unpack
+from ndtrain.islands.table import NIBBLES, Selection, Staging, _equal_blocks, pack_nibbles, unpack_nibbles
 from ndtrain.mesh.row_map import Rows
 from tests.lib.islands import TENSORS, mesh_of, shard, tables, wholes
 
@@ -101,8 +101,8 @@ def test_add_weights_the_islands_by_their_rows():
 @pytest.mark.parametrize("numel", [1, 2, 7, 8])
 def test_pack_unpack_are_inverse(numel):
     integers = torch.randint(0, 16, (numel,), dtype=NIBBLES).numpy()
-    packed = _pack(integers)
-    assert len(packed) == -(-numel // 2) and _unpack(packed)[:numel].tolist() == integers.tolist()
+    packed = pack_nibbles(integers)
+    assert len(packed) == -(-numel // 2) and unpack_nibbles(packed)[:numel].tolist() == integers.tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 6, 64])
