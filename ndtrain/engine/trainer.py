@@ -147,7 +147,8 @@ class Trainer:
         deadline_s, on_device = self.cfg.hardware.timeout_s, setup.device.type == "cuda" and setup.world > 1
         island = island_name(self.cfg) if self.cfg.islands.count else ""
         connect = setup.connect or partial(SignedStore, dist.HashStore(), "one process")
-        return HangWatchdog(connect, self.mesh.spec, setup.rank, setup.run_dir, deadline_s, on_device, island)
+        place = self.mesh.spec, setup.rank, setup.run_dir
+        return HangWatchdog(connect, *place, deadline_s, on_device=on_device, island=island)
 
     def _join_islands(self) -> IslandStep | OuterStep:
         """Make this run an island. The others may wait for it, and for each other, until the first step."""

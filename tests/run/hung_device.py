@@ -127,7 +127,7 @@ def main() -> None:
     Executor._forward = before(Executor._forward, lambda self: True)
     on_device(False)
     watchdog = trainer.HangWatchdog
-    trainer.HangWatchdog = lambda *args: watchdog(*args[:-1], True)
+    trainer.HangWatchdog = lambda *args, **named: watchdog(*args, **named | {"on_device": True})
     runpy.run_module("ndtrain.train", run_name="__main__", alter_sys=True)
 
 
