@@ -1,11 +1,12 @@
 """DiLoCo with several numbers of islands against data parallelism, at equal tokens, over a sweep of learning rates.
 
-The runs are in one process (`in_one_process.py`). The loss is over the validation split, after the last step.
+The runs are in one process (`in_one_process.py`). The loss is over the validation split, after some of the exchanges and
+after the last step.
 """
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -35,8 +36,16 @@ class Options(OutOptions):
     outer_lrs: str = option("outer learning rates, with commas", "0.2,0.4,0.8")
     islands: str = option("numbers of islands, with commas", "1,2,4,8")
     codecs: str = option("codecs besides fp32, with the best learning rates, with commas", "bf16,int8,int4")
+    points: int = option("losses of each run, at equal distances as far as exchanges allow", 20)
     fragments: int = option("fragments of a further run with 4 islands", 3)
     delay: int = option("delay of the run with fragments", 3)
+
+    @property
+    def moments(self) -> list[int]:
+        """Steps after which the loss is measured. Islands have equal weights there."""
+        exchanges = self.steps // self.inner_steps
+        after = {max(1, round(exchanges * n / self.points)) * self.inner_steps for n in range(1, self.points)}
+        return [*sorted(step for step in after if step < self.steps), self.steps]
 
 
 class Case(NamedTuple):
@@ -51,20 +60,22 @@ class Case(NamedTuple):
 
 
 def run(options: Options) -> bool:
-    """Run the sweep, print it, and write it. Return True."""
+    """Run the sweep, print it, and write it after each run. Return True."""
     lrs, outer_lrs, islands = (_floats(x) for x in (options.lrs, options.outer_lrs, options.islands))
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        measure = lambda case: found.append(_measured(Path(folder), options, case))
+
+        def measure(case: Case) -> None:
+            found.append(_measured(Path(folder), options, case))
+            save("islands diloco", options, cases=rounded(found, digits=6))
+
         for lr in lrs:
             measure(Case(0, lr, 0.0))
         for n, lr, outer_lr in product(map(int, islands), lrs, outer_lrs):
             measure(Case(n, lr, outer_lr))
         for case in _further(options, found):
             measure(case)
-    result = rounded(found, digits=6)
-    save("islands diloco", options, cases=result)
-    _show(result)
+    _show(found)
     return True
 
 
@@ -95,22 +106,24 @@ def _measured(folder: Path, options: Options, case: Case) -> dict[str, Any]:
     name = "-".join(map(str, case))
     if case.islands:
         rates = case.outer_lr, MOMENTUM
-        result = in_one_process.train(folder / name, args, case.islands, rates, validation_loss)
-        loss, errors = result.validation, result.errors
+        made = in_one_process.train(folder / name, args, case.islands, rates, validation_loss, options.moments)
+        losses, errors = made.losses, made.errors
     else:
-        loss, errors = _data_parallel(folder / name, args), []
-    error = sum(errors) / len(errors) if errors else 0.0
+        losses, errors = _data_parallel(folder / name, args, options.moments), []
+    loss, error = losses[options.steps], sum(errors) / len(errors) if errors else 0.0
     print(f"{case}: loss {loss:.4f}, rounding error {error:.3g}, {time.perf_counter() - began:.0f} s", flush=True)
-    return {**case._asdict(), "loss": loss, "error": error}
+    return {**case._asdict(), "loss": loss, "error": error, "curve": [*losses.items()]}
 
 
-def _data_parallel(folder: Path, args: list[str]) -> float:
-    trainer = Trainer(resolve(load_config([*args, f"run.dir={folder}"]), 1))
-    for step in range(trainer.cfg.train.steps):
-        trainer.train_step.run(step + 1, trainer.microbatches(trainer.source, step))
-    loss = validation_loss(trainer)
+def _data_parallel(folder: Path, args: list[str], moments: Collection[int]) -> dict[int, float]:
+    """Return the losses of one model that trains on the whole batch, after the steps in `moments`."""
+    trainer, losses = Trainer(resolve(load_config([*args, f"run.dir={folder}"]), 1)), {}
+    for step in range(1, trainer.cfg.train.steps + 1):
+        trainer.train_step.run(step, trainer.microbatches(trainer.source, step - 1))
+        if step in moments:
+            losses[step] = validation_loss(trainer)
     trainer.close()
-    return loss
+    return losses
 
 
 def validation_loss(trainer: Trainer) -> float:

@@ -3,7 +3,7 @@
 Every island is a Trainer of this process. They train one after the other, each on its part of the global batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +24,12 @@ class Result:
 
     Attributes:
         weights: tensor -> the outer weights.
-        validation: the loss over the validation split with these weights; None: it was not asked for.
+        losses: step -> the loss that `evaluate` has returned after it.
         errors: for each exchange, the norm of the rounding errors divided by the norm of the outer gradients.
     """
 
     weights: dict[str, Tensor]
-    validation: float | None
+    losses: dict[int, float]
     errors: list[float]
 
 
@@ -39,23 +39,26 @@ def train(
     islands: int,
     rates: tuple[float, float],
     evaluate: Callable[[Trainer], float] | None = None,
+    moments: Collection[int] = (),
 ) -> Result:
     """Train `islands` models, and average them as the overrides say.
 
     Args:
         rates: outer learning rate and momentum.
         evaluate: returns the loss of a Trainer's weights.
+        moments: the steps after which it is called. After an exchange of all weights they are the outer ones.
     """
     trainers = [_trainer(folder / f"island-{i}", args) for i in range(islands)]
-    run = _Run(trainers, rates)
+    run, losses = _Run(trainers, rates), {}
     for step in range(1, run.last + 1):
         run.inner_step(step)
         run.outer_step(step)
+        if evaluate and step in moments:
+            losses[step] = evaluate(trainers[0])
     weights = run.named_weights()
-    validation = evaluate(trainers[0]) if evaluate else None  # after the last exchange all have the outer weights
     for trainer in trainers:
         trainer.close()
-    return Result(weights, validation, run.error_norms)
+    return Result(weights, losses, run.error_norms)
 
 
 class _Run:
