@@ -1,7 +1,7 @@
 """DiLoCo with several numbers of islands against data parallelism, at equal tokens, over a sweep of learning rates.
 
-The runs are in one process (`in_one_process.py`). The loss is over the validation split, after some of the exchanges and
-after the last step.
+The runs are in one process (`in_one_process.py`). The loss is over the validation split, after some of the exchanges
+and after the last step.
 """
 
 import tempfile
