@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from written import update
 
 DOCS = Path(__file__).parent
@@ -30,6 +31,7 @@ from ndtrain.model.transformer import layer  # noqa: E402
 from ndtrain.parallel.recompute import RecomputeOps, plan_recompute  # noqa: E402
 from ndtrain.program.passes import Instruction, Layer, expand, line_up  # noqa: E402
 from ndtrain.report import picture  # noqa: E402
+from ndtrain.report.runs import Run as LoggedRun  # noqa: E402
 from ndtrain.report.runs import read_run  # noqa: E402
 from ndtrain.report.svg import render_svg  # noqa: E402
 from ndtrain.schedule import Action, Schedule, Span, build, simulate  # noqa: E402
@@ -701,6 +703,19 @@ def moe_loss_curve() -> str:
     return render_svg([read_run(folder / run, name) for run, name in names.items()])
 
 
+def diloco_loss() -> str:
+    """The validation loss of data parallelism, and of each number of islands with its best learning rates."""
+    cases = json.loads((ROOT / "benchmarks" / "islands-diloco.json").read_text())["cases"]
+    plain = [case for case in cases if case["codec"] == "fp32"]
+    runs = []
+    for n in sorted({case["islands"] for case in plain}):
+        best = min((case for case in plain if case["islands"] == n), key=lambda case: case["loss"])
+        name = f"{n} island{'s' * (n > 1)}" if n else "data parallelism"
+        steps, losses = np.array(best["curve"]).T
+        runs.append(LoggedRun(name, Path(), steps, {"loss": losses}, 0, [], [], {}, ""))
+    return render_svg(runs)
+
+
 DRAWINGS = [
     Drawing(f.__name__ + ".svg", f)
     for f in (
@@ -715,6 +730,7 @@ DRAWINGS = [
         mesh,
         loss_curve,
         moe_loss_curve,
+        diloco_loss,
     )
 ]
 

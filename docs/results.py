@@ -438,6 +438,29 @@ def islands_recovery() -> str:
     return with_origin(table(head, rows), "islands-recovery")
 
 
+def islands_churn() -> str:
+    """Return the rates of islands that are killed again and again, and of undisturbed ones before and after."""
+    results = load("islands-churn")
+    names = {"before": "undisturbed, before", "churn": "with kills", "after": "undisturbed, after"}
+    rows = []
+    for phase, text in names.items():
+        own = results[phase]
+        rates = [f"{own['steps']:,}", f"{own['steps_per_s']:.2f}"]
+        gaps = [f"{own['median_gap_s']:.3f}", f"{own['longest_gap_s']:.2f}"]
+        rows.append([text, str(own["islands"]), f"{own['seconds'] / 60:.1f}", *rates, *gaps])
+    head = ["", "islands", "minutes", "steps", "steps/s", "s between two steps, median", "longest"]
+    churned = results["churn"]
+    memory, times = churned["survivor"]["rss_mib"], churned["return_s"]
+    text = (
+        f"{churned['kills']} kills, {churned['kills_of_address_holder']} of the island that listened at "
+        f"`islands.address`. Steps per second with kills: {percent(churned['useful_share'])} of the undisturbed runs. "
+        f"From the start of a returning island to its first step: {times[len(times) // 2]:.1f} s (median), "
+        f"{times[-1]:.1f} s (longest). The island that was never killed used {memory['first']:.0f} MiB at the start "
+        f"and {memory['last']:.0f} MiB at the end. Faults: {'; '.join(churned['faults']) or 'none'}."
+    )
+    return with_origin(f"{text}\n\n{table(head, rows)}", "islands-churn")
+
+
 def islands_diloco() -> str:
     """Return the best loss of each number of islands, its distance from data parallelism, and the published ones."""
     cases = load("islands-diloco")["cases"]
@@ -470,7 +493,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for f in (
         gpu_steps, gpu_peers, gpu_aims, gpu_profile, peers_data, peers_tp, peers_cp, peers_cp_link, peers_pp, step,
         step_profile, checkpoint, collectives, matmul, first_run, experts_runs, timeline,
-        islands_link, islands_partition, islands_recovery, islands_diloco,
+        islands_link, islands_partition, islands_churn, islands_recovery, islands_diloco,
     )
 }  # fmt: skip
 

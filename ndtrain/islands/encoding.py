@@ -20,6 +20,15 @@ _LEVELS = {torch.int8: 127, NIBBLES: 7}  # the largest integer; the smallest is 
 _OFFSET = 8  # is added to 4-bit integers, which are sent without a sign
 
 
+def sent_dtype(codec: str, master: torch.dtype) -> torch.dtype:
+    """Return the type in which a codec sends outer gradients.
+
+    Args:
+        master: dtype of the weights, in which fp32 sends them.
+    """
+    return _CODECS.get(codec, master)
+
+
 class Encoding(Protocol):
     """The form in which gradients are sent, and the rule by which they are added.
 
@@ -101,7 +110,7 @@ class Outer:
         owned: Mapping[str, Sequence[slice]],
         shapes: Mapping[str, Sequence[int]],
     ):
-        self.dtype = _CODECS.get(codec, master)
+        self.dtype = sent_dtype(codec, master)
         self._levels = _LEVELS.get(self.dtype)
         self._rows: dict[str, _RowMap] = {}
         self.scales = 0

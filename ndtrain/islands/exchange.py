@@ -20,7 +20,7 @@ from ndtrain.islands.encoding import Encoding, Part
 from ndtrain.islands.own import OwnGradients
 from ndtrain.islands.reading import Gone, Reader
 from ndtrain.islands.shelf import GRAD, STATE, SUM, Shelf, Tag
-from ndtrain.islands.table import NIBBLES, Table, UnitTable, pack_nibbles, unpack_nibbles
+from ndtrain.islands.table import NIBBLES, Table, UnitTable, element_bytes, pack_nibbles, unpack_nibbles
 from ndtrain.islands.wire import Listener, Place, WireError
 from ndtrain.mesh.row_map import Held, Rows
 from ndtrain.parallel.stages import Stages
@@ -277,7 +277,7 @@ def _on_host(unit: Unit, buffer: str, copied: bool) -> Tensor:
 
 def _raw_unit(name: str, nbytes: int, dtypes: Iterable[torch.dtype]) -> UnitTable:
     """Return the table of a unit that has room for some bytes, whichever of the dtypes its buffers have."""
-    numel = max(2 * nbytes if dtype == NIBBLES else nbytes // dtype.itemsize for dtype in dtypes)
+    numel = max(int(nbytes / element_bytes(dtype)) for dtype in dtypes)
     return UnitTable(numel, {name: (Held(0, Rows(0, numel)),)})
 
 

@@ -1,5 +1,6 @@
 """Tables of the elements that a rank holds, and selections of elements that are sent between two ranks."""
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,12 @@ _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, NIBBLES)
 }
+
+
+def element_bytes(dtype: torch.dtype) -> float:
+    """Return the bytes of an element on the wire."""
+    return 0.5 if dtype == NIBBLES else float(dtype.itemsize)
+
 
 Buffers = Mapping[str, torch.dtype]  # the name of a buffer -> its dtype
 
@@ -202,7 +209,7 @@ class Selection:
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Return the bytes in which the elements of a buffer are sent."""
-        return -(-self.numel // 2) if dtype == NIBBLES else self.numel * dtype.itemsize
+        return math.ceil(self.numel * element_bytes(dtype))
 
     def send(self, connection: Connection, buffer: Tensor, staging: Staging) -> None:
         """Send the elements. NumPy copies them with this thread alone: PyTorch would start threads for each thread."""

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from ndtrain.config import Config
 from ndtrain.config.island_checks import row_grain
 from ndtrain.config.schema import DILOCO
+from ndtrain.islands.encoding import sent_dtype
 from ndtrain.islands.epoch import Member, split_rows
+from ndtrain.islands.table import element_bytes
 from ndtrain.parallel.build import DTYPES
 from ndtrain.plan.price import Prices
 from ndtrain.program.build import UnitFacts
 from ndtrain.program.step import StepProgram
 
 _SENT = 2  # copies of the gradient shard that others may read: the last two steps
-CODECS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}  # bytes of an element, without the scales of the rows
 _ROOM = 3  # units that are in memory at a time, for each island that a rank reads from
 
 
@@ -41,7 +42,7 @@ class Sync:
     """The kind of the exchange between islands.
 
     Attributes:
-        width: bytes of an element on the link.
+        width: bytes of an element on the link, without the scales of the rows.
         steps: steps between two exchanges of the same elements.
         fragments: parts of the elements, which are exchanged one after another during `steps`.
         delay: steps that a fragment may take while training continues.
@@ -59,10 +60,11 @@ class Sync:
     @classmethod
     def of(cls, cfg: Config) -> "Sync":
         """Return what the islands of a resolved configuration exchange."""
-        i, master = cfg.islands, DTYPES[cfg.precision.params].itemsize
+        i, master = cfg.islands, DTYPES[cfg.precision.params]
         if i.sync == DILOCO:
-            return cls(CODECS[i.codec], i.inner_steps, i.fragments, i.delay, master, outer=True)
-        return cls(master, master=master)
+            width = element_bytes(sent_dtype(i.codec, master))
+            return cls(width, i.inner_steps, i.fragments, i.delay, master.itemsize, outer=True)
+        return cls(master.itemsize, master=master.itemsize)
 
 
 @dataclass(frozen=True)
