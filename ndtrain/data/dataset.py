@@ -7,8 +7,6 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-import torch.distributed as dist
-
 from ndtrain.config import Config, DataConfig
 from ndtrain.data.batches import Source
 from ndtrain.data.cache import digest
@@ -20,7 +18,7 @@ from ndtrain.data.token_array import Tokens
 from ndtrain.data.token_reader import TokenReader
 from ndtrain.data.tokenizer import Tokenizer
 from ndtrain.data.validation import ValidationSet
-from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.mesh import Mesh, gloo_group_of_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +167,7 @@ class StreamingData(Data):
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
         world = mesh.spec.world_size
         timeout = timedelta(seconds=cfg.hardware.timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
+        group = gloo_group_of_all_ranks(timeout=timeout) if world > 1 else None
         return StreamingSource(
             self._reader(cfg, saved) if mesh.rank == 0 else None,
             group,

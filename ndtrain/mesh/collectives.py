@@ -43,6 +43,10 @@ from ndtrain.mesh.sharding import even_split
 
 Group = dist.ProcessGroup | None
 
+# torch 2.13 renamed these; 2.11 has only the old names
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending:
     """An operation in flight.
@@ -110,7 +114,7 @@ def all_gather(out: Tensor, part: Tensor, group: Group) -> Pending:
         return Pending(())
     record = RECORDER.launch("all_gather", group, out.nbytes)
     if _native(out):
-        return Pending([dist.all_gather_into_tensor(out, own, group=group, async_op=True)], record=record)
+        return Pending([gather_single(out, own, group=group, async_op=True)], record=record)
     return Pending(_exchange([own] * n, list(out.view(n, -1)), group), record=record)
 
 
@@ -128,7 +132,7 @@ def reduce_scatter(full: Tensor, group: Group) -> Pending:
     record = RECORDER.launch("reduce_scatter", group, full.nbytes)
     parts = [full[slice(*even_split(full.numel(), n, i))] for i in range(n)]
     if _native(full) and full.numel() % n == 0:
-        return Pending([dist.reduce_scatter_tensor(parts[r], full, group=group, async_op=True)], record=record)
+        return Pending([scatter_single(parts[r], full, group=group, async_op=True)], record=record)
     received = [torch.empty_like(parts[r]) if i != r else parts[r] for i in range(n)]
     works = _exchange(parts, received, group)
     return Pending(works, lambda: _sum_into(parts[r], received), record)
@@ -154,7 +158,7 @@ def reduce_shares(full: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
     shares = list(full.view(n, -1, *full.shape[1:]))
     if _native(full):
         out = torch.empty_like(shares[r])
-        pending = Pending([dist.reduce_scatter_tensor(out, full, group=group, async_op=True)], record=record)
+        pending = Pending([scatter_single(out, full, group=group, async_op=True)], record=record)
         return _after(pending, lambda: out)
     received = [shares[r] if i == r else torch.empty_like(shares[r]) for i in range(n)]
     pending = Pending(_exchange(shares, received, group), record=record)
@@ -199,9 +203,16 @@ def all_reduce_max(full: Tensor, group: Group) -> Pending:
 
 
 def all_gather_row(row: Tensor, group: Group) -> tuple[Tensor, Pending]:
-    """Gather a small vector `row` [k] from each of n ranks. Return (a new tensor [n, k], the operation in flight)."""
+    """Gather a small vector `row` [k] from each of n ranks. Return (a new tensor [n, k], the operation in flight).
+
+    Unlike `all_gather`, it also sends rows around a ring on gloo, so it may run over all ranks.
+    """
     out = row.new_empty(size(group), row.numel())
-    return out, all_gather(out.view(-1), row, group)
+    if group is None:
+        out.copy_(row)
+        return out, Pending(())
+    record = RECORDER.launch("all_gather", group, out.nbytes)
+    return out, Pending([gather_single(out.view(-1), row, group=group, async_op=True)], record=record)
 
 
 def shift(send: Tensor, receive: Tensor, group: dist.ProcessGroup, to: int, source: int) -> Pending:

@@ -10,7 +10,9 @@ over.
 """
 
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -20,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ndtrain.config import AXES, DATA_AXES, MeshConfig
+from ndtrain.config import DATA_AXES, MeshConfig
 from ndtrain.device.kind import kind_of
 from ndtrain.mesh.flight_recorder import RECORDER
 
 EP = "ep"
+GLOO = "gloo"
 
 
 def beside_ep(axis: str) -> str:
@@ -180,6 +183,7 @@ class Mesh:
         self.spec, self.rank, self.device = spec, rank, device
         self.coords = spec.coords(rank)
         self.in_order = kind_of(device) == "cuda" if in_order is None else in_order
+        self._world: dist.ProcessGroup | None = None
         self._groups: dict[tuple[tuple[Part, ...], str], dist.ProcessGroup | None] = {}
         self._links: dict[tuple[str, Pair], dist.ProcessGroup] = {}  # the links of this rank
         self._made: set[tuple[str, Pair]] = set()  # the links of all ranks
@@ -266,31 +270,39 @@ class Mesh:
         rank. Its first use creates it, so every rank must reach that first use in the same order."""
         if self.spec.world_size == 1:
             return None
-        group = dist.new_group(backend="gloo")
+        group = gloo_group_of_all_ranks()
         self._set_timeout(group)
         return group
 
     @property
     def world(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks. None for one rank."""
-        return self.group(*AXES)
+        """The process group of all ranks. None for one rank. It is for collectives only: see `connecting_on_use`."""
+        if self._shares_world:
+            return self.group(*self.spec.order)
+        if self.spec.world_size > 1 and self._world is None:
+            self._world = self._named("world", dist.group.WORLD)
+        return self._world
+
+    @property
+    def _shares_world(self) -> bool:
+        """True if axes of all ranks use the world's group: if its ranks do not only connect on use, as on gloo."""
+        return self.in_order or not dist.is_initialized() or dist.get_backend() != GLOO
 
     def _make(self, axes: tuple[str, ...], lane: str) -> dist.ProcessGroup | None:
         strides = {a: max(p.stride for p in self.spec.along(a)) for a in axes if self.spec.size(a) > 1}
         name = " ".join(filter(None, ("+".join(sorted(strides, key=lambda a: -strides[a])), lane)))
-        if self.spec.size(*axes) == self.spec.world_size and not lane:
+        if self.spec.size(*axes) == self.spec.world_size and not lane and self._shares_world:
             return self._named(name, dist.group.WORLD)
         return self._new_groups(name, self.spec.groups(*axes))
 
     def _new_groups(self, name: str, blocks: list[list[int]]) -> dist.ProcessGroup | None:
         """Create a process group for each list of ranks. The lists have no rank in common. Return this rank's group, or
-        None if it is in no list. Every group but the world's and `background` is created here. On the meta device only
-        this rank's group is created, because no other rank runs.
+        None if it is in no list. Every group but the world's and `background` is created here.
 
-        NCCL splits the world's communicator once for all lists. (`new_group` would split it once for each list.) Each
-        rank that is in no list then gets a group of itself alone. This keeps the names of groups the same on all ranks:
-        PyTorch names a split group after the number of groups that the rank has. `destroy_process_group` hangs if the
-        ranks of a group have different names for it.
+        On gloo only the ranks of a group take part in its creation. NCCL splits the world's communicator once for all
+        lists. (`new_group` would split it once for each list.) Each rank that is in no list then gets a group of itself
+        alone. This keeps the names of groups the same on all ranks: PyTorch names a split group after the number of
+        groups that the rank has. `destroy_process_group` hangs if the ranks of a group have different names for it.
         """
         world = dist.group.WORLD
         if world is not None and world.bound_device_id is not None:
@@ -299,9 +311,36 @@ class Mesh:
                 split_ranks=[*blocks, *([rank] for rank in sorted(alone))], pg_options=nccl_options()
             )
             return None if self.rank in alone else self._named(name, group)
-        made = blocks if self.device.type != "meta" else [ranks for ranks in blocks if self.rank in ranks]
-        groups = [dist.new_group(ranks) for ranks in made]
-        return next((self._named(name, g) for ranks, g in zip(made, groups, strict=True) if self.rank in ranks), None)
+        own = next((ranks for ranks in blocks if self.rank in ranks), None)
+        return self._named(name, dist.new_group(own, use_local_synchronization=True)) if own else None
+
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # variable that gloo reads when it creates a group
+
+
+@contextmanager
+def connecting_on_use() -> Iterator[None]:
+    """Create gloo groups in this block whose ranks connect when they first exchange a message.
+
+    Otherwise each rank connects to all others at once, and reads all their addresses from the store. The collectives of
+    gloo go around a ring or along a tree, so each rank connects to few others. But a send or a receive may then wait
+    until the other rank takes part. Such a group is therefore for collectives only.
+    """
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
+        else:
+            os.environ[_LAZY] = before
+
+
+def gloo_group_of_all_ranks(**options: Any) -> dist.ProcessGroup:
+    """Create a gloo group of all ranks, whose ranks connect when they first exchange a message. All ranks call this."""
+    with connecting_on_use():
+        return dist.new_group(backend=GLOO, **options)
 
 
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.config import ConfigError
+from ndtrain.mesh.mesh import connecting_on_use
 from ndtrain.run.listeners import LOOPBACK, address_to_serve, choose_interface, on_one_host, serve_store
 from ndtrain.run.signed_store import SignedStore, pauses
 
@@ -107,14 +108,15 @@ def join(
         options["device_id"] = device
         # PyTorch's NCCL thread hangs if CUDA hangs. By default the process is then aborted after eight minutes.
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout_s + GRACE_S)))
-    dist.init_process_group(
-        backend,
-        store=meeting.shared,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout_s + GRACE_S),
-        **options,
-    )
+    with connecting_on_use():
+        dist.init_process_group(
+            backend,
+            store=meeting.shared,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout_s + GRACE_S),
+            **options,
+        )
     return lambda: SignedStore(_connect(timeout_s=5), meeting.prefix)
 
 

@@ -8,12 +8,9 @@ import torch.distributed as dist
 
 from ndtrain.measure.collectives.cases import Case, Form, Setting
 from ndtrain.mesh import collectives
+from ndtrain.mesh.collectives import gather_single, scatter_single
 
 ROOT = 0  # of broadcast, scatter, gather and reduce: a rank of the group
-
-# torch 2.13 renamed these; 2.11 has only the old names
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 TWO_STEPS = "reduce_scatter + all_gather"
 FACTORS: dict[str, Callable[[int], float]] = {
@@ -104,7 +101,7 @@ def _all_gather(s: Setting) -> Case:
     """Concatenate everyone's pieces on every rank."""
     x, out = s.piece(), s.full()
     forms = {
-        "torch": Form(lambda: _gather_single(out, x, group=s.group), out),
+        "torch": Form(lambda: gather_single(out, x, group=s.group), out),
         "ours": Form(lambda: collectives.all_gather(out, x, s.group).wait(), out),
     }
     return Case(forms, [(p, 0) for p in s.patterns], [(x, s.mine)], [out])
@@ -115,7 +112,7 @@ def _reduce_scatter(s: Setting) -> Case:
     """Sum the tensors, element by element; rank i gets piece i of the sum."""
     x, out = s.full(), s.piece()
     forms = {
-        "torch": Form(lambda: _scatter_single(out, x, group=s.group), out),
+        "torch": Form(lambda: scatter_single(out, x, group=s.group), out),
         "ours": Form(lambda: collectives.reduce_scatter(x, s.group).wait(), s.pieces(x)[s.me]),
     }
     return Case(forms, [(s.total, s.me * s.share)], [(x, s.mine)], [out])
@@ -139,8 +136,8 @@ def _two_steps(s: Setting) -> Case:
     own = s.pieces(x)[s.me]
 
     def plain() -> None:
-        _scatter_single(piece, x, group=s.group)
-        _gather_single(x, piece, group=s.group)
+        scatter_single(piece, x, group=s.group)
+        gather_single(x, piece, group=s.group)
 
     def ours() -> None:
         collectives.reduce_scatter(x, s.group).wait()
