@@ -8,10 +8,9 @@ python -m lab.islands TRIAL --help
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
-from ndtrain.arguments import ArgumentError, help_lines, one_of, parse, status_of, wants_help
-from ndtrain.config import ConfigError
+from lab.trials import run_trial
+from ndtrain.arguments import status_of
 
 TRIALS = {
     "churn": "islands=8 minutes=30 every=30: islands are killed and return, again and again",
@@ -25,19 +24,7 @@ TRIALS = {
 
 def main(args: Sequence[str]) -> int:
     """Run the trial that `args` name. Return 0; 1 if the trial has failed; or 2 for bad arguments."""
-    if not args or wants_help(args[:1]):
-        lines = [f"  {name:10} {text}" for name, text in TRIALS.items()]
-        print((__doc__ or "").format(trials="\n".join(lines)).strip())
-        return 0
-    try:
-        module = import_module(f"lab.islands.{one_of('trial', args[0], list(TRIALS))}")
-        if wants_help(args):
-            print(f"{(module.__doc__ or '').strip()}\n\n{help_lines(module.Options)}")
-            return 0
-        return int(not module.run(parse(module.Options, args[1:])))
-    except (ArgumentError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_trial("lab.islands", __doc__ or "", TRIALS, args)
 
 
 if __name__ == "__main__":
