@@ -152,8 +152,8 @@ def _last_line(path: Path) -> str:
 def _rank(rank: int, options: Options, folder: Path, port: int, args: Sequence[str]) -> None:
     """Run one rank, and write its figures. This process then ends."""
     console = os.open(folder / f"rank-{rank}.txt", os.O_CREAT | os.O_WRONLY)
-    for number in (1, 2):
-        os.dup2(console, number)
+    for output in (1, 2):
+        os.dup2(console, output)
     resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))
     world = str(options.ranks)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from logging.handlers import MemoryHandler
@@ -55,7 +55,7 @@ class RunSetup:
         claim: the claim to the run folder; on rank 0 the lock, which `release` releases.
         resume: the checkpoint to resume, as rank 0 has chosen it; the other ranks know of none.
         notes: messages for the user.
-        connect: function that opens another connection to the ranks' messages; None: there is only one rank.
+        meeting: the store of the ranks' messages; None: there is only one rank.
     """
 
     cfg: Config
@@ -67,7 +67,7 @@ class RunSetup:
     notes: list[str]
     data: Data
     device: torch.device
-    connect: Callable[[], SignedStore] | None
+    meeting: rendezvous.Meeting | None
 
 
 def prepare(cfg: Config) -> RunSetup:
@@ -123,16 +123,16 @@ def prepare(cfg: Config) -> RunSetup:
         if idle := idle_steps(cfg.optim, cfg.train.steps, cfg.train.stop_at or cfg.train.steps):
             notes.append(idle)
         keep_freed_memory()
-        connect = meet(cfg, rank, world, device, meeting)
+        meeting = meet(cfg, rank, world, device, meeting)
         undo.pop_all()
     if rank > 0:
         _log_to(Path(cfg.run.dir), rank)
-    return RunSetup(cfg, rank, world, Path(cfg.run.dir), claim, resume, notes, data, device, connect)
+    return RunSetup(cfg, rank, world, Path(cfg.run.dir), claim, resume, notes, data, device, meeting)
 
 
 def meet(
     cfg: Config, rank: int, world: int, device: torch.device, meeting: rendezvous.Meeting | None = None
-) -> Callable[[], SignedStore] | None:
+) -> rendezvous.Meeting | None:
     """Create the process group of all ranks, and return the result of `rendezvous.join`.
 
     Return None if there is only one rank.

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,7 +51,7 @@ from ndtrain.program.step import prove_if_short
 from ndtrain.run import exit_status, stop_signals
 from ndtrain.run.hang_watchdog import HangWatchdog
 from ndtrain.run.launcher_report import record_error
-from ndtrain.run.signed_store import SignedStore
+from ndtrain.run.rendezvous import Meeting
 from ndtrain.run.stop_signals import StopRequest
 
 log = logging.getLogger("ndtrain")
@@ -110,7 +109,7 @@ class Trainer:
             undo.push(self._owner)
             self.stop = stop or self._listen(setup)
             self.mesh = Mesh(MeshSpec.of(self.cfg.mesh), setup.rank, setup.device)
-            if setup.connect or (self.cfg.islands.count and setup.world == 1):
+            if setup.meeting or (self.cfg.islands.count and setup.world == 1):
                 self._closing.callback(self._watchdog(setup).close)
             if setup.rank == 0:
                 prove_if_short(self.cfg, setup.device.type)
@@ -146,9 +145,9 @@ class Trainer:
         """Start the hang watchdog. An island of one process has one too, because other islands wait for it."""
         deadline_s, on_device = self.cfg.hardware.timeout_s, setup.device.type == "cuda" and setup.world > 1
         island = island_name(self.cfg) if self.cfg.islands.count else ""
-        connect = setup.connect or partial(SignedStore, dist.HashStore(), "one process")
+        meeting = setup.meeting or Meeting(dist.HashStore(), "one process")
         place = self.mesh.spec, setup.rank, setup.run_dir
-        return HangWatchdog(connect, *place, deadline_s, on_device=on_device, island=island)
+        return HangWatchdog(meeting, *place, deadline_s, on_device=on_device, island=island)
 
     def _join_islands(self) -> IslandStep | OuterStep:
         """Make this run an island. The others may wait for it, and for each other, until the first step."""

@@ -42,7 +42,8 @@ def connect(context: RankContext) -> Findings:
     context.mesh = Mesh(context.spec, context.rank, context.device)
     for axes in axes_of(context.spec):
         context.mesh.group(*axes)
-    _ = context.mesh.background
+    for group in (context.mesh.world, context.mesh.background):
+        dist.barrier(group)  # gloo connects the ranks of these groups on use
     return {"backend": backend, "seconds": time.perf_counter() - began}
 
 

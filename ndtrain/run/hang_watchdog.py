@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -30,12 +29,14 @@ from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.run import exit_status
 from ndtrain.run.hang_diagnosis import Report, diagnose
+from ndtrain.run.rendezvous import Meeting
 from ndtrain.run.signed_store import SignedStore
 
 PAUSE_S = 1.0  # maximum interval between two checks
 STOPPED_S = 5.0  # a check that is late by this time shows that the process was stopped
 GATHER_S = 3.0  # time to wait for the reports of the other ranks
 CALLED = "hang/called"  # key of the alert; its value is the rank that has exceeded the deadline
+ANSWER_S = 1.0  # the shared connection is in use if it does not answer within this time
 LAST_S = 6.0  # a hanging rank exits after this time, even if the store does not answer
 
 
@@ -43,7 +44,8 @@ class HangWatchdog:
     """The watchdog of one rank. Its threads run until `close`.
 
     Args:
-        connect: opens a new connection to the messages of all ranks.
+        meeting: the store of all ranks' messages. The threads of the process share its connection, because the host of
+            the store has an open file for each connection of each rank.
         run_dir: the folder for `logs/hang-rank-*.json` and exit.json.
         deadline_s: maximum duration of a wait, in seconds.
         on_device: True to track the operations on this process's GPU.
@@ -53,7 +55,7 @@ class HangWatchdog:
 
     def __init__(
         self,
-        connect: Callable[[], SignedStore],
+        meeting: Meeting,
         spec: MeshSpec,
         rank: int,
         run_dir: Path,
@@ -65,7 +67,7 @@ class HangWatchdog:
         self.spec, self.rank, self.run_dir, self.deadline_s = spec, rank, run_dir, deadline_s
         self._island, self._seen, self._seen_at = island, (0,), time.monotonic()
         self._checked_at = self._runs_since = time.monotonic()
-        self._connect, self._main = connect, threading.get_ident()
+        self._meeting, self._main = meeting, threading.get_ident()
         self._closed, self._called = threading.Event(), threading.Event()
         self._caller: int | None = None  # the other rank that has sent the alert; None: no alert, or from this rank
         self._pause = min(PAUSE_S, deadline_s / 10)
@@ -104,7 +106,7 @@ class HangWatchdog:
     def _listen(self) -> None:
         """Wait for an alert from another rank. A lost connection is ignored, because the store ends with rank 0."""
         with suppress(Exception):
-            messages = self._connect()
+            messages = self._meeting.messages
             while not self._closed.wait(self._pause):
                 caller = messages.read(CALLED)
                 if isinstance(caller, int) and 0 <= caller < self.spec.world_size:
@@ -131,7 +133,7 @@ class HangWatchdog:
         wait for it.
         """
         with suppress(Exception):
-            messages = self._connect()
+            messages = self._answering().messages
             messages.put(_report_of(self.rank), asdict(report))
             if self._caller is None:
                 messages.put(CALLED, self.rank)
@@ -141,6 +143,18 @@ class HangWatchdog:
                 time.sleep(PAUSE_S)  # the store may end with this rank
             messages.wait("hang/diagnosed", LAST_S)
             os._exit(self._exit_code)
+
+    def _answering(self) -> Meeting:
+        """Return a connection to the store that answers: the shared one, unless another thread waits in it."""
+        answered = threading.Event()
+
+        def ask() -> None:
+            with suppress(Exception):
+                self._meeting.messages.has(CALLED)
+                answered.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        return self._meeting if answered.wait(ANSWER_S) else self._meeting.reconnected()
 
     def _gather(self, messages: SignedStore) -> dict[int, Report]:
         """Return the reports of all ranks that answer within `GATHER_S`."""

@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -42,6 +42,10 @@ class Meeting:
     def messages(self) -> SignedStore:
         """The messages between the ranks of this attempt."""
         return SignedStore(self.store, self.prefix)
+
+    def reconnected(self) -> "Meeting":
+        """Open another connection to the store, which does not wait behind other threads' operations."""
+        return Meeting(_connect(timeout_s=5), self.prefix)
 
 
 def meet(rank: int, world: int, timeout_s: float) -> Meeting:
@@ -88,11 +92,8 @@ def join(
     timeout_s: float,
     device: torch.device | None = None,
     meeting: Meeting | None = None,
-) -> Callable[[], SignedStore]:
-    """Create the process group of all ranks.
-
-    Return a function that opens another connection to their store. It is for a thread that must not block behind the
-    first connection.
+) -> Meeting:
+    """Create the process group of all ranks, and return their meeting.
 
     Args:
         timeout_s: seconds that the ranks have to join, and the deadline of a collective.
@@ -117,7 +118,7 @@ def join(
             timeout=timedelta(seconds=timeout_s + GRACE_S),
             **options,
         )
-    return lambda: SignedStore(_connect(timeout_s=5), meeting.prefix)
+    return meeting
 
 
 def shake_hands(messages: SignedStore, rank: int, world: int, timeout_s: float) -> str:

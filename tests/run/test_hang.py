@@ -22,6 +22,7 @@ from ndtrain.observe.stragglers import WINDOW, Stragglers
 from ndtrain.run import exit_status
 from ndtrain.run.hang_diagnosis import Report, diagnose
 from ndtrain.run.hang_watchdog import CALLED, HangWatchdog
+from ndtrain.run.rendezvous import Meeting
 from ndtrain.run.signed_store import SignedStore
 from tests.lib import helpers
 from tests.lib.helpers import arguments, processes, rows, run, write_corpus
@@ -160,12 +161,20 @@ def test_report_from_json_refuses_other_values(change):
             Report.from_json(other, 1)
 
 
+class Signed(Meeting):
+    """A meeting whose messages are signed with a token of the test."""
+
+    @property
+    def messages(self) -> SignedStore:
+        return SignedStore(self.store, self.prefix, "secret")
+
+
 @pytest.fixture
 def watchdog(tmp_path, monkeypatch) -> Iterator[HangWatchdog]:
     """That of rank 0, whose end is an event."""
     store, ended = dist.HashStore(), threading.Event()
     monkeypatch.setattr(HangWatchdog, "_end", lambda self: ended.set())
-    watchdog = HangWatchdog(lambda: SignedStore(store, "attempt", "secret"), SPEC, 0, tmp_path, 0.5)
+    watchdog = HangWatchdog(Signed(store, "attempt"), SPEC, 0, tmp_path, 0.5)
     watchdog.store, watchdog.ended = store, ended
     yield watchdog
     watchdog.close()
@@ -177,8 +186,9 @@ def of_island(tmp_path, monkeypatch) -> Iterator[HangWatchdog]:
     ended = threading.Event()
     monkeypatch.setattr(HangWatchdog, "_end", lambda self: ended.set())
     RECORDER.begin(1)
-    messages = SignedStore(dist.HashStore(), "attempt", "secret")
-    watchdog = HangWatchdog(lambda: messages, MeshSpec(("dp",), (1,)), 0, tmp_path, 0.5, island="east")
+    watchdog = HangWatchdog(
+        Signed(dist.HashStore(), "attempt"), MeshSpec(("dp",), (1,)), 0, tmp_path, 0.5, island="east"
+    )
     watchdog.ended = ended
     yield watchdog
     watchdog.close()
@@ -219,6 +229,24 @@ def test_alerted_rank_names_caller(watchdog):
     watchdog._diagnose(report(0), {})
     text = exit_status.read(watchdog.run_dir).error
     assert text.startswith("hang: alert from rank 3: nothing has moved for 0.5 s (hardware.timeout_s)\n")
+
+
+class Blocked(Meeting):
+    """A meeting whose connection is in use for ever, by another thread."""
+
+    @property
+    def messages(self) -> SignedStore:
+        threading.Event().wait()
+
+    def reconnected(self) -> Meeting:
+        return Signed(self.store, self.prefix)
+
+
+def test_rank_whose_connection_is_in_use_opens_another_one(watchdog, monkeypatch):
+    monkeypatch.setattr("ndtrain.run.hang_watchdog.ANSWER_S", 0.1)
+    assert watchdog._answering() is watchdog._meeting
+    watchdog._meeting = Blocked(watchdog.store, "attempt")
+    assert isinstance(watchdog._answering(), Signed)
 
 
 @pytest.mark.parametrize(("token", "caller"), [("guess", 3), ("secret", 4), ("secret", "3")])
