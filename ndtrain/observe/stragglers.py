@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Sequence
-from statistics import median
+
+import numpy as np
 
 from ndtrain.mesh.mesh import MeshSpec
 
@@ -21,9 +22,9 @@ class Stragglers:
 
     def __init__(self, spec: MeshSpec):
         self.spec = spec
-        self._peers = spec.groups(*(a for a in spec.order if a != "pp"))
+        self._groups = [np.array(ranks) for ranks in spec.groups(*(a for a in spec.order if a != "pp"))]
         self._seen: deque[Sequence[float]] = deque(maxlen=WINDOW)
-        self._slow: set[int] = set()
+        self._slow = np.zeros(spec.world_size, dtype=bool)
 
     def update(self, busy_s: Sequence[float]) -> list[str]:
         """Add a step. Return a line for each rank that has become slow or has recovered.
@@ -34,19 +35,27 @@ class Stragglers:
         self._seen.append(busy_s)
         if len(self._seen) < WINDOW:
             return []
-        usual = [median(step[r] for step in self._seen) for r in range(self.spec.world_size)]
-        changes = []
-        for peers in self._peers:
-            for r in peers:
-                others = median([usual[p] for p in peers if p != r] or [usual[r]])
-                factor = RECOVERED if r in self._slow else FACTOR
-                slow = usual[r] > factor * others and usual[r] - others > LEAST_S
-                if slow != (r in self._slow):
-                    changes.append(self._line(r, slow, usual[r], others))
-                    self._slow ^= {r}
-        return changes
+        usual = np.median(np.array(self._seen), axis=0)
+        others = np.empty_like(usual)
+        for ranks in self._groups:
+            others[ranks] = _medians_of_others(usual[ranks])
+        slow = (usual > np.where(self._slow, RECOVERED, FACTOR) * others) & (usual - others > LEAST_S)
+        changed = np.flatnonzero(slow != self._slow)
+        self._slow = slow
+        return [self._line(r, slow[r], usual[r], others[r]) for r in changed.tolist()]
 
     def _line(self, rank: int, slow: bool, seconds: float, others: float) -> str:
         state = "is slow" if slow else "is no longer slow"
         times = f"busy {seconds:.3g} s per step, its peers {others:.3g} s"
         return f"rank {rank} ({self.spec.where(rank)}) {state}: {times} (median of {WINDOW} steps)"
+
+
+def _medians_of_others(values: np.ndarray) -> np.ndarray:
+    """Return for each value the median of the others, or the value itself if it is the only one."""
+    count = len(values) - 1
+    if not count:
+        return values
+    order = np.argsort(values)
+    places, ordered = np.argsort(order), values[order]
+    without = lambda place: ordered[place + (place >= places)]  # the ordered values without each one in turn
+    return (without((count - 1) // 2) + without(count // 2)) / 2

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ndtrain.mesh.collectives import all_gather
 from ndtrain.mesh.flight_recorder import RECORDER, Recorder
 from ndtrain.mesh.mesh import MeshSpec
-from ndtrain.observe.stragglers import WINDOW, Stragglers
 from ndtrain.run import exit_status
 from ndtrain.run.hang_diagnosis import Report, diagnose
 from ndtrain.run.hang_watchdog import CALLED, HangWatchdog
@@ -346,27 +345,3 @@ def test_hang_is_diagnosed_by_rank_and_axis(fault, mesh, ranks, victim, axis, tm
         assert "in sleeping" in last["stack"][-1]
     else:
         assert f"rank {victim}" in diagnosis.split("\n")[1], diagnosis
-
-
-# ---------------------------------------------------------------------------------------------------------- slow ranks
-
-
-def test_straggler_is_named_once_and_on_recovery():
-    watch = Stragglers(MeshSpec(("pp", "tp"), (2, 2)))
-    usual = [0.1, 0.1, 0.4, 0.4]  # the second stage has more work, so its ranks are not slow
-    reports = [watch.update(usual) for _ in range(2 * WINDOW)]
-    reports += [watch.update([0.1, 0.1, 0.4, 0.7]) for _ in range(2 * WINDOW)]
-    reports += [
-        watch.update([0.1, 0.1, 0.4, 0.55 + 0.1 * (step % 2)]) for step in range(4 * WINDOW)
-    ]  # still slow, barely
-    reports += [watch.update(usual) for _ in range(2 * WINDOW)]
-    slow, over = [line for lines in reports for line in lines]
-    assert slow == f"rank 3 (pp=1 tp=1) is slow: busy 0.7 s per step, its peers 0.4 s (median of {WINDOW} steps)"
-    assert over.startswith("rank 3 (pp=1 tp=1) is no longer slow: ")
-
-
-def test_single_or_tiny_slow_step_is_no_straggler():
-    watch = Stragglers(MeshSpec(("dp",), (2,)))
-    assert not any(watch.update([0.1, 9.0 if step % 3 == 0 else 0.1]) for step in range(50))
-    tiny = Stragglers(MeshSpec(("dp",), (2,)))
-    assert not any(tiny.update([0.001, 0.009]) for _ in range(50))
