@@ -15,6 +15,7 @@ from ndtrain.mesh.collective_record import CollectiveRecord
 from ndtrain.mesh.device_progress import DeviceProgress
 
 KEPT = 512  # records
+LISTED = 8  # maximum number of ranks that are all in the name of a channel
 
 
 class Entry(NamedTuple):
@@ -36,6 +37,14 @@ class Entry(NamedTuple):
     source: int | None = None
     among: Sequence[int] | None = None
     op: int | None = None
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return the ranks of a group as text, which does not grow with their number. It differs for any two groups of a
+    mesh that have a name in common."""
+    if len(ranks) <= LISTED:
+        return str(list(ranks))
+    return f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}]"
 
 
 class Recorder:
@@ -76,7 +85,7 @@ class Recorder:
 
     def name_group(self, group: Any, axis: str, ranks: Sequence[int]) -> None:
         """Name the channel of a process group after its mesh axis and its global ranks. A lane may follow the axis."""
-        channel = f"{axis} {list(ranks)}"
+        channel = f"{axis} {listed(ranks)}"
         self._channels[group.group_name] = channel
         self.members[channel] = tuple(ranks)
 

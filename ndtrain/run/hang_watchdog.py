@@ -6,9 +6,10 @@ thread checks for how long the GPU has completed no pending operation (`DevicePr
 The training thread of an island may hang without a wait, and other islands wait for it. In an island, the thread
 therefore also checks for how long the recorder has recorded nothing.
 
-If a wait exceeds the deadline, that rank alerts the others through the store. Each rank publishes its state (`Report`).
-One rank reads the reports and prints a diagnosis. It names the ranks that the others wait for, with the step, the
-action, the collective and the axis. It also names ranks that do not answer. Then all ranks exit, and a launcher can
+If a wait exceeds the deadline, that rank alerts the others through the store. Each rank publishes its state (`Report`),
+without its last records. One rank reads the reports, asks for the records of the operations where the waits end, and
+prints a diagnosis. It names the ranks that the others wait for, with the step, the action, the collective and the axis.
+It also names ranks that do not answer. Then all ranks exit, and a launcher can
 restart the run. A rank that cannot reach the store prints a diagnosis from its own report.
 
 All these messages are signed (`SignedStore`), so a stranger who reaches the store cannot end the run.
@@ -23,12 +24,14 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from ndtrain.mesh.device_progress import DeviceProgress
 from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.run import exit_status
-from ndtrain.run.hang_diagnosis import Report, diagnose
+from ndtrain.run.hang_diagnosis import diagnose, questions
+from ndtrain.run.hang_report import Place, Report
 from ndtrain.run.rendezvous import Meeting
 from ndtrain.run.signed_store import SignedStore
 
@@ -37,7 +40,8 @@ STOPPED_S = 5.0  # a check that is late by this time shows that the process was 
 GATHER_S = 3.0  # time to wait for the reports of the other ranks
 CALLED = "hang/called"  # key of the alert; its value is the rank that has exceeded the deadline
 ANSWER_S = 1.0  # the shared connection is in use if it does not answer within this time
-LAST_S = 6.0  # a hanging rank exits after this time, even if the store does not answer
+ANSWERS_S = 2.0  # time to wait for the records that it asks for
+LAST_S = 8.0  # a hanging rank exits after this time, even if the store does not answer
 
 
 class HangWatchdog:
@@ -134,13 +138,15 @@ class HangWatchdog:
         """
         with suppress(Exception):
             messages = self._answering().messages
-            messages.put(_report_of(self.rank), asdict(report))
+            messages.put(_report_of(self.rank), asdict(report.brief()))
             if self._caller is None:
                 messages.put(CALLED, self.rank)
             if messages.claim("hang/reporter", self.rank) == self.rank:
-                self._diagnose(report, self._gather(messages))
+                self._diagnose(report, self._gather(report, messages))
                 messages.put("hang/diagnosed", self.rank)
                 time.sleep(PAUSE_S)  # the store may end with this rank
+            else:
+                messages.put(_records_of(self.rank), report.near(_places(messages.wait(_ASKED, LAST_S))))
             messages.wait("hang/diagnosed", LAST_S)
             os._exit(self._exit_code)
 
@@ -156,14 +162,20 @@ class HangWatchdog:
         threading.Thread(target=ask, daemon=True).start()
         return self._meeting if answered.wait(ANSWER_S) else self._meeting.reconnected()
 
-    def _gather(self, messages: SignedStore) -> dict[int, Report]:
-        """Return the reports of all ranks that answer within `GATHER_S`."""
+    def _gather(self, own: Report, messages: SignedStore) -> dict[int, Report]:
+        """Return the reports of all ranks that answer within `GATHER_S`, with the records that the diagnosis needs."""
         keys = {_report_of(r): r for r in range(self.spec.world_size)}
         reports = {}
         for key, value in messages.wait_all(keys, GATHER_S).items():
             with suppress(ValueError):
-                reports[keys[key]] = Report.from_json(value, keys[key])
-        return reports
+                reports[keys[key]] = Report.from_json(value, keys[key], self.spec.world_size)
+        asked = questions(reports)
+        messages.put(_ASKED, asked)
+        channels = {channel for channel, _ in asked}
+        others = {_records_of(r): r for r, of in reports.items() if channels & of.counts.keys() and r != self.rank}
+        answers = {others[key]: value for key, value in messages.wait_all(others, ANSWERS_S).items()}
+        answers[self.rank] = own.near(asked)
+        return {r: report.with_records(answers.get(r)) for r, report in reports.items()}
 
     def _diagnose(self, own: Report, reports: dict[int, Report], remark: str = "") -> None:
         """Print the diagnosis and write it to exit.json."""
@@ -199,8 +211,21 @@ class HangWatchdog:
             (self._folder / f"hang-rank-{self.rank}.json").write_text(text + "\n")
 
 
+_ASKED = "hang/asked"  # key of the operations whose records are needed
+
+
 def _report_of(rank: int) -> str:
     return f"hang/report/{rank}"
+
+
+def _records_of(rank: int) -> str:
+    return f"hang/records/{rank}"
+
+
+def _places(value: Any) -> list[Place]:
+    """Return the operations in a message. Whatever is no operation is left out."""
+    pairs = value if isinstance(value, list) else []
+    return [(pair[0], pair[1]) for pair in pairs if isinstance(pair, list) and list(map(type, pair)) == [str, int]]
 
 
 def _end_stuck_launcher() -> None:

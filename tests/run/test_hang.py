@@ -19,7 +19,8 @@ from ndtrain.mesh.collectives import all_gather
 from ndtrain.mesh.flight_recorder import RECORDER, Recorder
 from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.run import exit_status
-from ndtrain.run.hang_diagnosis import Report, diagnose
+from ndtrain.run.hang_diagnosis import diagnose
+from ndtrain.run.hang_report import Report, as_runs
 from ndtrain.run.hang_watchdog import CALLED, HangWatchdog
 from ndtrain.run.rendezvous import Meeting
 from ndtrain.run.signed_store import SignedStore
@@ -102,7 +103,8 @@ def report(rank: int, waits: dict | None = None, last: tuple = (), **counts: int
     channels = {"tp01": ("tp [0, 1]", [0, 1]), "tp23": ("tp [2, 3]", [2, 3]), "dp02": ("dp [0, 2]", [0, 2])}
     of = {channels[key][0]: n for key, n in counts.items()}
     stack = ["/x/ndtrain/step.py:9 in run", "/y/lib.py:3 in sleep"]
-    return Report(rank, 3, "F0", waits, 6.0, of, dict(channels.values()), list(last), stack)
+    members = {name: as_runs(ranks) for name, ranks in channels.values()}
+    return Report(rank, 3, "F0", waits, 6.0, of, members, list(last), stack)
 
 
 def test_diagnose_names_rank_that_waits_for_nobody():
@@ -142,7 +144,7 @@ def test_diagnose_names_ranks_without_report():
 
 def test_report_round_trips_as_json():
     sent = report(1, record(), (record(), record(waited=2)), tp01=5)
-    assert Report.from_json(json.loads(json.dumps(asdict(sent))), 1) == sent
+    assert Report.from_json(json.loads(json.dumps(asdict(sent))), 1, 4) == sent
 
 
 @pytest.mark.parametrize(
@@ -154,10 +156,10 @@ def test_report_round_trips_as_json():
 )  # fmt: skip
 def test_report_from_json_refuses_other_values(change):
     with pytest.raises(ValueError, match="not a report of rank 1"):
-        Report.from_json(asdict(report(1, record())) | change, 1)
+        Report.from_json(asdict(report(1, record())) | change, 1, 4)
     for other in ("text", [], {}, None):
         with pytest.raises(ValueError, match="not a report of rank 1"):
-            Report.from_json(other, 1)
+            Report.from_json(other, 1, 4)
 
 
 class Signed(Meeting):

@@ -9,7 +9,8 @@ import pytest
 
 from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.run import exit_status
-from ndtrain.run.hang_diagnosis import Report, diagnose
+from ndtrain.run.hang_diagnosis import diagnose
+from ndtrain.run.hang_report import Report, as_runs
 from tests.lib import helpers
 from tests.lib.helpers import arguments, rows, run, write_corpus
 from tests.run.test_hang import hang_of
@@ -37,7 +38,7 @@ def name(channel: str) -> str:
 def report(rank: int, last: list[dict], pending: list[dict], **completed: int) -> Report:
     """Of a rank whose host is in step 5. It has launched `last`, and all with smaller numbers."""
     counts = {record["channel"]: record["number"] for record in last}
-    members = {name(channel): ranks for channel, ranks in CHANNELS.items() if rank in ranks}
+    members = {name(channel): as_runs(ranks) for channel, ranks in CHANNELS.items() if rank in ranks}
     stack = ["/x/ndtrain/step.py:9 in run", "/y/lib.py:3 in sleep"]
     done = {name(channel): number for channel, number in completed.items()}
     return Report(rank, 5, "F2", pending[0] if pending else None, 7.0, counts, members, last, stack, pending, done)
