@@ -40,7 +40,7 @@ def diagnose(reports: Mapping[int, Report], spec: MeshSpec) -> str:
     lines += _disagreement(reports, spec)
     lines += _causes(waited_for.values(), reports, spec)
     lines += _stuck([reports[r] for r in rest], waits, spec)
-    for r in sorted(waited_for)[:SHOWN]:
+    for r in _most_direct(waited_for, reports):
         op, late = waited_for[r]
         lines.append(f"{_ranks([r], spec)} waits for {_ranks(late, spec, False)}: {_where(reports[r], op)}")
     lines += [f"{_ranks([r], spec)} waits: {_where(reports[r], reports[r].waits)}" for r in rest[:SHOWN]]
@@ -121,6 +121,14 @@ def _causes(waits: Collection[Wait], reports: Mapping[int, Report], spec: MeshSp
     found = sorted(counts, key=lambda r: (-counts[r], r))
     lines = [f"{_ranks([r], spec)} is waited for: {_where(reports[r], reports[r].waits)}" for r in found[:SHOWN]]
     return lines + [f"{len(found) - SHOWN} more ranks are waited for"] * (len(found) > SHOWN)
+
+
+def _most_direct(waited_for: Mapping[int, Wait], reports: Mapping[int, Report]) -> list[int]:
+    """Return some of the waiting ranks, in rank order: first those that wait for few ranks, one of which waits for
+    nobody. The others wait for these."""
+    is_end = lambda r: r not in reports or not reports[r].operations
+    key = lambda r: (not any(map(is_end, waited_for[r].ranks)), len(waited_for[r].ranks), r)
+    return sorted(sorted(waited_for, key=key)[:SHOWN])
 
 
 def _holds(report: Report, op: dict) -> bool:
