@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ndtrain import checkpoint
 from ndtrain.config import (
-    AXES,
+    DATA_AXES,
     TOKEN_SOURCES,
     Config,
     ConfigError,
@@ -31,6 +31,7 @@ from ndtrain.device.gpu import own_gpu, use_gpu
 from ndtrain.engine.memory_check import require_memory
 from ndtrain.engine.resume import Resume, choose, require_steps_left
 from ndtrain.engine.threads import set_threads
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.model.objective import column_names
 from ndtrain.observe import grow_segments, keep_freed_memory
 from ndtrain.optim.lr_schedule import idle_steps
@@ -83,8 +84,7 @@ def prepare(cfg: Config) -> RunSetup:
         cfg, notes = model_of_folder(cfg, rank)
         notes += replaced
     cfg = resolve(cfg, world)
-    axes = [getattr(cfg.mesh, axis) for axis in AXES]
-    descriptors.require(rendezvous.backend_of(_kind(cfg)), rank, world, axes)
+    descriptors.require(rendezvous.backend_of(_kind(cfg)), rank, world, _group_sizes(cfg))
     notes, noted = notes + cfg.notes, len(cfg.notes)
     resume, meeting = Resume(None, None, cfg.resume), None
     timeout_s = cfg.hardware.timeout_s
@@ -259,6 +259,13 @@ def _check_samples(cfg: Config, data: Data) -> None:
         )
     if not cfg.train.sample_prompts:
         raise ConfigError(f"{every}: train.sample_prompts is empty: set at least one prompt")
+
+
+def _group_sizes(cfg: Config) -> list[int]:
+    """Return the sizes of a rank's process groups: of each axis, and of the data axes together."""
+    spec = MeshSpec.of(cfg.mesh)
+    several = sum(spec.size(axis) > 1 for axis in DATA_AXES) > 1
+    return [*(spec.size(axis) for axis in spec.order), *[spec.size(*DATA_AXES)] * several]
 
 
 def _kind(cfg: Config) -> str:

@@ -1,5 +1,6 @@
 """File descriptors: the limit of a process, and the number that a rank needs for connections to the other ranks."""
 
+import math
 import os
 import resource
 from collections.abc import Sequence
@@ -8,9 +9,9 @@ from ndtrain.config import ConfigError
 
 MOST = 1 << 20  # a higher limit is useless, and some libraries loop over every number below it
 _OWN = 40  # descriptors of a rank without peers: its files, and the sockets that every rank has
-_PER_PEER = {"gloo": 2.0, "nccl": 1.0}  # for the group of all ranks (no sockets with NCCL) and the background group
-_PER_CLIENT = 2.4  # descriptors per rank, in the process that serves the store
-_PER_NEIGHBOUR = {"gloo": 2.0, "nccl": 0.0}  # for the groups of single axes, and of several axes together
+_ON_USE = {"gloo": 2, "nccl": 1}  # gloo groups of all ranks, which connect on use: the world's and the background's
+_PER_CLIENT = 1.1  # descriptors per rank, in the process that serves the store
+_PER_GROUP = 4  # descriptors of a gloo group without its peers
 
 
 def raise_limit() -> int:
@@ -23,26 +24,29 @@ def raise_limit() -> int:
     return highest
 
 
-def needed(backend: str, rank: int, world: int, axes: Sequence[int] = ()) -> int:
-    """Return an estimate of the number of descriptors that a rank needs, fitted to runs of 4 to 128 ranks.
+def needed(backend: str, rank: int, world: int, groups: Sequence[int] = ()) -> int:
+    """Return an estimate of the number of descriptors that a rank needs.
+
+    In a group that connects on use, a rank has two neighbours around a ring, and some along a tree.
 
     Args:
         backend: "gloo" or "nccl".
-        axes: the sizes of the mesh axes.
+        groups: the sizes of the rank's other process groups, whose ranks all connect to each other on gloo.
     """
     in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = _PER_CLIENT * world if rank == 0 and not in_agent else 0.0
-    neighbours = sum(size for size in axes if size > 1) if sum(size > 1 for size in axes) > 1 else 0
-    return _OWN + int(_PER_PEER[backend] * world + _PER_NEIGHBOUR[backend] * neighbours + store)
+    store = math.ceil(_PER_CLIENT * world) if rank == 0 and not in_agent else 0
+    on_use = _ON_USE[backend] * (_PER_GROUP + 2 + 2 * math.ceil(math.log2(world))) if world > 1 else 0
+    peers = sum(size - 1 + _PER_GROUP for size in groups if size > 1) if backend == "gloo" else 0
+    return _OWN + on_use + peers + store
 
 
-def require(backend: str, rank: int, world: int, axes: Sequence[int] = ()) -> None:
+def require(backend: str, rank: int, world: int, groups: Sequence[int] = ()) -> None:
     """Raise the limit of open descriptors, and check that it suffices for the connections of this rank.
 
     Raises:
         ConfigError: the hard limit is too low.
     """
-    limit, count = raise_limit(), needed(backend, rank, world, axes)
+    limit, count = raise_limit(), needed(backend, rank, world, groups)
     if world > 1 and limit < count:
         raise ConfigError(
             f"{world} ranks: each needs about {count} open files for its connections, and the limit is {limit}: raise "
