@@ -86,7 +86,7 @@ def _read(path: Path, stages: Stages, mesh: Mesh, parts, written: list[str]) -> 
 
     def read() -> None:
         for stem, of_stem in parts.items():
-            reader = Reader(sorted(path.glob(f"{stem}*.safetensors")))
+            reader = Reader.of_stem(path, stem)
             read_into(stages, reader, of_stem, sums, rows)
             read_biases(stages, reader, stem, sums, rows)
 

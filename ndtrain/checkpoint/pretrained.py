@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ndtrain.checkpoint.directory import list_checkpoints, read_state
 from ndtrain.checkpoint.elements import CheckpointError, model_part, read_into, together
-from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, reading
+from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, reading, weight_map
 from ndtrain.config import ModelConfig
-from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
 from ndtrain.model import tensor_shapes
@@ -170,7 +169,7 @@ def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
     """
     readers = {
         "model": open_weights(weight_files(folder)),
-        "optimizer": Reader(sorted(folder.glob("optimizer*.safetensors"))),
+        "optimizer": Reader.of_stem(folder, "optimizer"),
     }
     names = bias_names(m)
     biases_LX = torch.zeros(len(names), m.num_experts or 0)
@@ -224,14 +223,9 @@ def weight_files(folder: Path) -> list[Path]:
 def _weight_map(folder: Path) -> dict[str, str]:
     """Return the file name of each tensor, from the index."""
     try:
-        weight_map = read_object(folder / _INDEX).get("weight_map")
-    except JsonError as error:
+        return weight_map(folder / _INDEX)
+    except DamagedFile as error:
         raise DamagedFile(f"{error}: download the folder again") from error
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise DamagedFile(f"{_INDEX} does not parse: its weight_map does not name files")
-    if strange := [f for f in weight_map.values() if Path(f).name != f]:
-        raise DamagedFile(f"{_INDEX} names the file {strange[0]}, which is not in the folder")
-    return weight_map
 
 
 def _check_index(folder: Path, reader: Reader) -> None:

@@ -107,7 +107,7 @@ def _open(path: Path, ema: bool) -> _Source:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     try:
-        weights, beside = open_weights(weight_files(path)), Reader(sorted(path.glob("optimizer*.safetensors")))
+        weights, beside = open_weights(weight_files(path)), Reader.of_stem(path, "optimizer")
         biases = {name: beside for name in beside.names() if is_selection_bias(name)}
         model = {name: weights for name in weights.names() if not ema or is_selection_bias(name)}
         if ema:

@@ -5,10 +5,12 @@ names, shapes and dtypes, and writes only its own elements. Format: 8 bytes with
 header of name -> {dtype, shape, data_offsets}, then the tensors' bytes.
 """
 
+import ctypes
+import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
+from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.mesh.row_map import Rows
 
 # dtypes of weights. A file may have tensors of other dtypes, but they are not read
@@ -101,11 +104,28 @@ def index_json(files: list[PlannedFile]) -> dict:
 def create(path: Path, plan: PlannedFile) -> None:
     """Create a file with its header and its full size, still without tensors. Raises OSError if the disk is full."""
     with open(path, "wb") as f:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(f.fileno(), 0, plan.size)
-        else:  # macOS
+        if not _allocate(f.fileno(), plan.size):
             f.truncate(plan.size)
         f.write(plan.header)
+
+
+def _allocate(fd: int, size: int) -> bool:
+    """Reserve the space of a file. Return False if its file system cannot do that, as some network file systems.
+
+    `os.posix_fallocate` would then write to each block of the file.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if call is None:  # macOS
+        return False
+    while call(ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        if (number := ctypes.get_errno()) in (errno.EOPNOTSUPP, errno.ENOSYS):
+            return False
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    return True
 
 
 def write(fd: int, data: Tensor, offset: int, rows: Rows) -> None:
@@ -147,40 +167,74 @@ class Reader:
     With a mapped file, a signal would end the process.
 
     Args:
+        files: are opened at once.
         rename: name of a tensor in its file -> name that it has in this reader.
+        index: tensor -> its file, for further files, each of which is opened when a tensor of it is needed.
 
     Raises:
         DamagedFile: a file cannot be read, its header does not parse, or two files hold the same tensor. Or a header's
-            tensors overlap, leave gaps, reach outside their file or have another size than their shape.
+            tensors overlap, leave gaps, reach outside their file or have another size than their shape. Methods raise
+            it too, if they open a file, or if a file does not hold the tensors that the index says.
     """
 
-    def __init__(self, files: list[Path], rename: Callable[[str], str] = lambda name: name):
+    def __init__(
+        self,
+        files: Iterable[Path],
+        rename: Callable[[str], str] = lambda name: name,
+        index: Mapping[str, Path] | None = None,
+    ):
         self._tensors: dict[str, _Stored] = {}
         self._files = _OpenFiles()
         self._span: np.ndarray | None = None  # uint8 [_SPAN], allocated at the first use
+        self._rename, self._index = rename, {rename(name): path for name, path in (index or {}).items()}
         for path in files:
-            for name, stored in _tensors_of(path).items():
-                name = rename(name)
-                if name in self._tensors:
-                    raise DamagedFile(f"tensor {name} is in {self._tensors[name].path} and again in {path}")
-                self._tensors[name] = stored
+            self._add(path)
+
+    @classmethod
+    def of_stem(cls, folder: Path, stem: str) -> "Reader":
+        """Return a reader of the files `stem*.safetensors`. If they have an index, it opens only those that it needs.
+
+        Raises:
+            DamagedFile: as the class.
+        """
+        index = folder / f"{stem}.safetensors.index.json"
+        if not index.exists():
+            return cls(sorted(folder.glob(f"{stem}*.safetensors")))
+        return cls((), index={name: folder / file for name, file in weight_map(index).items()})
+
+    def _add(self, path: Path) -> None:
+        """Add the tensors of a file."""
+        for name, stored in _tensors_of(path).items():
+            name = self._rename(name)
+            other = self._tensors[name].path if name in self._tensors else self._index.get(name, path)
+            if other != path:
+                raise DamagedFile(f"tensor {name} is in {other} and again in {path}")
+            self._tensors[name] = stored
+
+    def _stored(self, name: str) -> _Stored:
+        """Return a tensor's place. Opens its file, if no tensor of it was needed before."""
+        if name not in self._tensors and name in self._index:
+            self._add(self._index[name])
+            if name not in self._tensors:
+                raise DamagedFile(f"{self._index[name]} does not contain tensor {name}, although the index says so")
+        return self._tensors[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._tensors or name in self._index
 
     def name_also(self, names: Mapping[str, str]) -> None:
         """Add further names for tensors: further name -> name. Names of tensors that do not exist are skipped."""
-        self._tensors |= {also: self._tensors[name] for also, name in names.items() if name in self._tensors}
+        self._tensors |= {also: self._stored(name) for also, name in names.items() if name in self}
 
     def names(self) -> list[str]:
-        return list(self._tensors)
+        return list(dict.fromkeys([*self._tensors, *self._index]))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        return self._stored(name).shape
 
     def file(self, name: str) -> Path:
         """Return the file that holds a tensor."""
-        return self._tensors[name].path
+        return self._stored(name).path
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor.
@@ -188,7 +242,7 @@ class Reader:
         Raises:
             DamagedFile: it is a dtype that no weight has.
         """
-        stored = self._tensors[name]
+        stored = self._stored(name)
         if stored.dtype not in _DTYPES:
             raise DamagedFile(f"{stored.path}: tensor {name} has the dtype {stored.dtype}; known: {', '.join(_DTYPES)}")
         return _DTYPES[stored.dtype]
@@ -203,7 +257,7 @@ class Reader:
             DamagedFile: the file cannot be read, was truncated after its header was read, or has a dtype that no weight
                 has.
         """
-        stored, dtype = self._tensors[name], self.dtype(name)
+        stored, dtype = self._stored(name), self.dtype(name)
         item = dtype.itemsize
         if (rows.start + rows.span) * item > stored.size:
             raise ValueError(f"{rows} are outside tensor {name} of shape {stored.shape}")
@@ -233,7 +287,7 @@ class Reader:
         """Tell the kernel that these elements will be read soon."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
-        stored = self._tensors[name]
+        stored = self._stored(name)
         item = _ITEM_BYTES[stored.dtype]
         fd, begin = self._files.open(stored.path), stored.offset + rows.start * item
         with suppress(OSError):
@@ -292,6 +346,23 @@ def _fill(fd: int, path: Path, view: memoryview, offset: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- headers
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file name of each tensor, from an index.
+
+    Raises:
+        DamagedFile: it cannot be read, does not parse, or names a file that is not in its folder.
+    """
+    try:
+        found = read_object(index).get("weight_map")
+    except JsonError as error:
+        raise DamagedFile(str(error)) from error
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise DamagedFile(f"{index.name} does not parse: its weight_map does not name files")
+    if strange := [file for file in found.values() if Path(file).name != file]:
+        raise DamagedFile(f"{index.name} names the file {strange[0]}, which is not in the folder")
+    return found
 
 
 def read_header(path: Path) -> bytes:

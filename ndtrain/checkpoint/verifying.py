@@ -83,7 +83,7 @@ def parts_in(path: Path) -> dict[str, str]:
     kinds: dict[str, str] = {}
     try:
         for stem in ("model", "optimizer"):
-            reader = Reader(sorted(path.glob(f"{stem}*.safetensors")))
+            reader = Reader.of_stem(path, stem)
             for name in reader.names():
                 kinds.setdefault("weights" if stem == "model" else name.partition(".")[0], short(reader.dtype(name)))
     except (DamagedFile, OSError):

@@ -1,11 +1,13 @@
 """safetensors files written in place: wrong headers are refused, and checksums of parts add up."""
 
+import ctypes
 import errno
 import gc
 import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -282,3 +284,82 @@ def test_checksum_detects_swapped_and_shifted_words(distance, dtype):
     assert modulo(checksum(moved, rows)) != modulo(checksum(data, rows))
     shifted = torch.cat([data[:100], data[100:9000].roll(distance), data[9000:]])
     assert modulo(checksum(shifted, rows)) != modulo(checksum(data, rows))
+
+
+# ---------------------------------------------------------------------------------------------------------- many files
+
+
+def of_three_files(folder: Path, **lies: str) -> Path:
+    """Write tensors a, b and c to a file each, with an index; `lies` names other files in it."""
+    for name in "abc":
+        header = {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+        data = torch.full((2,), float(ord(name))).numpy().tobytes()
+        write_bytes(folder, file_of(header, data), f"model-{name}.safetensors")
+    places = {name: f"model-{name}.safetensors" for name in "abc"} | lies
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def test_reader_of_an_index_opens_only_files_that_it_needs(tmp_path):
+    with mock.patch.object(safetensors_io, "read_header", wraps=safetensors_io.read_header) as opened:
+        reader = Reader.of_stem(of_three_files(tmp_path), "model")
+        assert sorted(reader.names()) == ["a", "b", "c"] and "b" in reader and "d" not in reader
+        assert not opened.called
+        assert whole(reader, "b").tolist() == [ord("b")] * 2 and reader.shape("b") == (2,)
+        assert [call.args[0].name for call in opened.call_args_list] == ["model-b.safetensors"]
+
+
+def test_reader_without_index_opens_all_files(tmp_path):
+    of_three_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert Reader.of_stem(tmp_path, "model").names() == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("lies", "said"),
+    [
+        ({"a": "model-b.safetensors"}, "model-b.safetensors does not contain tensor a"),
+        ({"b": "model-c.safetensors"}, "model-c.safetensors does not contain tensor b"),
+        ({"a": "model-d.safetensors"}, "model-d.safetensors cannot be read"),
+        ({"a": ".."}, "cannot be read"),
+    ],
+)
+def test_reader_refuses_an_index_that_lies(lies, said, tmp_path):
+    reader = Reader.of_stem(of_three_files(tmp_path, **lies), "model")
+    with pytest.raises(DamagedFile, match=said):
+        [whole(reader, name) for name in ("a", "b")]
+
+
+@pytest.mark.parametrize("file", ["../model-a.safetensors", "/model-a.safetensors", "."])
+def test_index_that_leaves_its_folder_is_refused(file, tmp_path):
+    of_three_files(tmp_path, a=file)
+    with pytest.raises(DamagedFile, match="which is not in the folder"):
+        Reader.of_stem(tmp_path, "model")
+
+
+class _Call:
+    """Stands for the C function `fallocate`, which fails."""
+
+    def __init__(self, *numbers: int):
+        self.numbers = list(numbers)
+
+    def __call__(self, *args) -> int:
+        ctypes.set_errno(self.numbers.pop(0))
+        return -1
+
+
+def test_file_system_without_allocation_gets_a_truncated_file(tmp_path):
+    (plan,) = plan_files("model", {"a": ((1000,), torch.float32)}, 10**9)
+    library = SimpleNamespace(fallocate=_Call(errno.EINTR, errno.EOPNOTSUPP))
+    with mock.patch.object(ctypes, "CDLL", lambda *args, **options: library):
+        create(tmp_path / plan.name, plan)
+    path = tmp_path / plan.name
+    assert path.stat().st_size == plan.size and path.stat().st_blocks * 512 < plan.size
+
+
+def test_full_disk_is_an_error_before_anything_is_written(tmp_path):
+    (plan,) = plan_files("model", {"a": ((1000,), torch.float32)}, 10**9)
+    library = SimpleNamespace(fallocate=_Call(errno.ENOSPC))
+    with mock.patch.object(ctypes, "CDLL", lambda *args, **options: library), pytest.raises(OSError) as error:
+        create(tmp_path / plan.name, plan)
+    assert error.value.errno == errno.ENOSPC
