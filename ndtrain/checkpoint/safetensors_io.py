@@ -174,7 +174,7 @@ class Reader:
     Raises:
         DamagedFile: a file cannot be read, its header does not parse, or two files hold the same tensor. Or a header's
             tensors overlap, leave gaps, reach outside their file or have another size than their shape. Methods raise
-            it too, if they open a file, or if a file does not hold the tensors that the index says.
+            it too, if they open a file, or if a file does not hold the tensors that the index names.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Reader:
         if name not in self._tensors and name in self._index:
             self._add(self._index[name])
             if name not in self._tensors:
-                raise DamagedFile(f"{self._index[name]} does not contain tensor {name}, although the index says so")
+                raise DamagedFile(f"{self._index[name]} does not contain tensor {name}, although the index names it")
         return self._tensors[name]
 
     def __contains__(self, name: str) -> bool:

@@ -8,11 +8,11 @@ from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.run.hang_report import Place, Report, of_runs, place_of, shown_frames
 
 SHOWN = 8  # maximum number of ranks named in a list of the diagnosis, and of lines of one kind
-ASKED = 8  # maximum number of operations whose records the diagnosis asks for
+ASKED = 8  # maximum number of operations whose records the diagnosis requests
 
 
 def questions(reports: Mapping[int, Report]) -> list[Place]:
-    """Return the operations whose records `diagnose` needs: those at the ends of the chains of waits.
+    """Return the operations whose records `diagnose` needs: the operations at the ends of the chains of waits.
 
     Nobody is late for such an operation, or only ranks that wait for nobody themselves.
     """

@@ -1,8 +1,7 @@
-"""The state of a rank in a hang, as it is written to a file, and as the ranks send it to the one that prints the
-diagnosis.
+"""The state of a rank in a hang. The rank writes it to a file, and sends it to the rank that prints the diagnosis.
 
-The size of what a rank sends does not depend on the number of ranks. The last records, which are most of a report, are
-sent only for the operations that the diagnosis asks for.
+The size of what a rank sends does not depend on the number of ranks. The last records are most of a report. They are
+sent only for the operations that the diagnosis needs.
 """
 
 import os
@@ -152,7 +151,7 @@ def _is_report(value: Any, world: int) -> bool:
 
 
 def _are_runs(value: Any, world: int) -> bool:
-    """Return True if the value is `Runs` of at most as many ranks as there are."""
+    """Return True if the value is `Runs` of at most `world` ranks."""
     if not isinstance(value, list) or not all(isinstance(run, list) and len(run) == 3 for run in value):
         return False
     if not all(_all(run, int) and run[1] > 0 for run in value) or sum(run[1] for run in value) > world:

@@ -7,7 +7,7 @@ The training thread of an island may hang without a wait, and other islands wait
 therefore also checks for how long the recorder has recorded nothing.
 
 If a wait exceeds the deadline, that rank alerts the others through the store. Each rank publishes its state (`Report`),
-without its last records. One rank reads the reports, asks for the records of the operations where the waits end, and
+without its last records. One rank reads the reports, requests the records of the operations where the waits end, and
 prints a diagnosis. It names the ranks that the others wait for, with the step, the action, the collective and the axis.
 It also names ranks that do not answer. Then all ranks exit, and a launcher can
 restart the run. A rank that cannot reach the store prints a diagnosis from its own report.
@@ -40,7 +40,7 @@ STOPPED_S = 5.0  # a check that is late by this time shows that the process was 
 GATHER_S = 3.0  # time to wait for the reports of the other ranks
 CALLED = "hang/called"  # key of the alert; its value is the rank that has exceeded the deadline
 ANSWER_S = 1.0  # the shared connection is in use if it does not answer within this time
-ANSWERS_S = 2.0  # time to wait for the records that it asks for
+ANSWERS_S = 2.0  # time to wait for the records that it has requested
 LAST_S = 8.0  # a hanging rank exits after this time, even if the store does not answer
 
 

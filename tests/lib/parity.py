@@ -160,7 +160,8 @@ def owned(stages, kind, part):
 
 def train(n: int, overrides: list[str], mask: str = "none") -> Run:
     """Runs on n ranks and assembles the result."""
-    run = assemble(run_ranks(rank_run, n, overrides, mask))
+    patience_s = 600 if "train.compile=true" in overrides else 120  # compilation takes minutes on a busy machine
+    run = assemble(run_ranks(rank_run, n, overrides, mask, timeout=patience_s))
     assert set(run.tensors) - {"bias"} == set(STATE)
     return run
 
