@@ -15,7 +15,7 @@ from ndtrain.observe import Metrics
 from ndtrain.parallel.build import Stages
 
 # columns of a step report's `signals`; only islands have the last one
-STOP, MEMORY, DATA_WAIT, BUSY, ISLANDS = range(5)
+STOP, MEMORY, DATA_WAIT, ISLANDS = range(4)
 
 
 class Run(Protocol):

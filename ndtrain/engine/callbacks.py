@@ -2,8 +2,10 @@
 
 import logging
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -11,16 +13,19 @@ import torch.distributed as dist
 from ndtrain.checkpoint import Saved, Saver
 from ndtrain.checkpoint.companions import Companions
 from ndtrain.config import Config
-from ndtrain.engine.callback import BUSY, DATA_WAIT, MEMORY, Callback, Run, due
+from ndtrain.engine.callback import DATA_WAIT, MEMORY, Callback, Run, due
 from ndtrain.engine.start import turn_end_warning, write_extras
 from ndtrain.engine.trace import Trace, Tracer
 from ndtrain.engine.train_step import StepReport
 from ndtrain.engine.validation import Validation
+from ndtrain.mesh.collectives import all_gather_around
+from ndtrain.mesh.flight_recorder import RECORDER
+from ndtrain.mesh.host_device import Readback, upload
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.model import flops
 from ndtrain.observe import Metrics, peak_flops
 from ndtrain.observe.profile_window import Profile, Window
-from ndtrain.observe.stragglers import Stragglers
+from ndtrain.observe.stragglers import WINDOW, Stragglers
 from ndtrain.parallel.balance import looks_ahead
 from ndtrain.parallel.build import DTYPES
 
@@ -156,22 +161,49 @@ class EvaluationCallback(Callback):
         return {"eval_loss": loss, "eval_time_s": time.perf_counter() - began}
 
 
+class StragglersCallback(Callback):
+    """Warns about slow ranks. Every `WINDOW` steps the ranks exchange for how long they are busy in a step."""
+
+    def on_train_start(self) -> None:
+        self._stragglers = Stragglers(self.trainer.mesh.spec)
+        self._busy: deque[float] = deque(maxlen=WINDOW)
+        self._gathered: Readback | None = None
+
+    def after_step(self) -> dict[str, float]:
+        self._busy.append(RECORDER.busy())
+        self._read()
+        if due(WINDOW, self.trainer.state.step) and len(self._busy) == WINDOW:
+            mesh = self.trainer.mesh
+            rows, work = all_gather_around(upload([median(self._busy)], mesh.device), mesh.world)
+            self._gathered = Readback(work, rows)
+        return {}
+
+    def on_train_end(self) -> None:
+        self._read()
+
+    def _read(self) -> None:
+        """Compare the ranks by the numbers that were exchanged after the step before."""
+        if self._gathered is None:
+            return
+        (busy,), self._gathered = self._gathered.wait("how long the ranks are busy"), None
+        if self.trainer.mesh.rank == 0:
+            for text in self._stragglers.compare(busy.flatten().tolist()):
+                self.trainer.warn(text)
+
+
 class LoggingCallback(Callback):
-    """Logs each step on rank 0, to metrics.jsonl, the logger and the console, and warns about slow ranks."""
+    """Logs each step on rank 0, to metrics.jsonl, the logger and the console."""
 
     def __init__(self, metrics: Metrics | None):
         self._metrics = metrics
 
     def on_train_start(self) -> None:
-        self._stragglers = Stragglers(self.trainer.mesh.spec)
         self._resumed = {"resumed_step": self.trainer.state.step} if self.trainer.state.step else {}
 
     def on_report(self, report: StepReport, metrics: dict[str, float]) -> None:
         if self._metrics is None:
             return
-        largest = report.signals.max(dim=0).values.tolist()
-        for text in self._stragglers.update(report.signals[:, BUSY].tolist()):
-            self.trainer.warn(text)
+        largest = report.signals.tolist()
         numbers: dict[str, Any] = report.numbers | self._ran_again(report) | metrics
         self._metrics.log(
             step=report.step,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from ndtrain.mesh.collectives import Group, all_gather_row, reduces_in_place
+from ndtrain.mesh.collectives import Group, all_reduce, reduces_in_place
 from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.model import Context
 from ndtrain.parallel.pp import Pipeline
@@ -39,25 +39,24 @@ class TokenCount:
     """The sum of the weights of all tokens of the global batch.
 
     Args:
-        mine: the sum of the weights of this rank's tokens, fp64 [1].
+        mine: the sum of the weights of this rank's tokens, fp64 [1]. It is not changed.
         group: the ranks with other tokens.
     """
 
     def __init__(self, mine: Tensor, group: Group):
-        self._mine, self._group = mine, group
+        self._total, self._group = mine.clone(), group
 
     def launch(self) -> None:
-        """Launch the gather of all ranks' sums."""
-        self._weights, self._gathered = all_gather_row(self._mine, self._group)
+        """Launch the sum over the ranks."""
+        self._summed = all_reduce(self._total, self._group)
 
     def wait(self) -> None:
-        """Wait for all ranks' sums."""
-        self._gathered.wait()
+        """Wait for the sum."""
+        self._summed.wait()
 
     def scale(self) -> Tensor:
         """Return the factor of the sum of the token losses, a scalar. Call it after `wait`."""
-        total = self._weights.sum()
-        return 1 / total.where(total > 0, 1)
+        return 1 / self._total.where(self._total > 0, 1).sum()
 
 
 class Executor:

@@ -14,7 +14,7 @@ from ndtrain import schedule as schedules
 from ndtrain.config import AXES, DATA_AXES, Config, LocalShapes
 from ndtrain.data import Batch
 from ndtrain.engine.executor import Executor, TokenCount
-from ndtrain.mesh.collectives import all_gather_row
+from ndtrain.mesh.collectives import all_reduce, all_reduce_max
 from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.host_device import Readback, upload
 from ndtrain.mesh.mesh import Mesh
@@ -44,7 +44,7 @@ class StepReport:
         grad_norm: gradient norm before clipping.
         tokens: number of processed positions, including those without a label.
         skipped: True if the loss or the gradient was not finite, and nothing was updated.
-        signals: each rank's `signals` row, fp64 [ranks, k].
+        signals: the largest of each of the ranks' `signals`, fp64 [k].
         numbers: name -> other sums of the objective, and the numbers of the experts' load balancing.
         reruns: number of times that the step was repeated because expert capacity was exceeded (`moe.capacity`).
         capacity: the capacity factor that was sufficient; None: `moe.capacity` is not set.
@@ -159,8 +159,8 @@ class TrainingStep:
         """Clip the gradient and update the weights. Change nothing if the loss or the gradient is not finite.
 
         Args:
-            signals: returns numbers of this rank that are sent to every rank (a stop request, memory). It is called
-                last.
+            signals: returns numbers of this rank (a stop request, memory), of which all ranks get the largest. It is
+                called last.
         """
         RECORDER.action = "norm and update"
         lr, program = learning_rate(self.cfg.optim, step, self.cfg.train.steps), self._program()
@@ -187,9 +187,10 @@ class TrainingStep:
 
     def _report(self, step: int, lr: float, stats: GradStats, signals: Sequence[float]) -> PendingReport:
         balance, capacity = self.stages.balance, self.stages.capacity
-        rows, work = all_gather_row(upload(signals, self.mesh.device), self.mesh.world)
+        largest = upload(signals, self.mesh.device)
+        work = all_reduce_max(largest, self.mesh.world)
         numbers = torch.cat([torch.stack([stats.norm, stats.finite.double()]), stats.losses, balance.numbers()])
-        result, tokens = Readback(work, numbers, rows), self.rows * self.cfg.train.seq_len
+        result, tokens = Readback(work, numbers, largest), self.rows * self.cfg.train.seq_len
         names = *self.stages.objective.sums, *balance.names
         factor = None if capacity is None else capacity.factor
         return PendingReport(step, lr, tokens, result, names, self._reruns, factor)
@@ -229,9 +230,8 @@ class Evaluation:
             if counts:
                 share[1] += total_weight(self.stages.objective, batches)[0]
                 share[2] += sum((b.labels != IGNORE).sum() for b in batches)
-        rows, work = all_gather_row(share, self.mesh.world)
-        work.wait()
-        loss, weight, tokens = rows.sum(0)
+        all_reduce(share, self.mesh.world).wait()
+        loss, weight, tokens = share
         return Evaluated((loss / weight).item() if weight else 0.0, int(tokens.long()))
 
 

@@ -30,6 +30,7 @@ from ndtrain.engine.callbacks import (
     NonFiniteCallback,
     OwnershipCallback,
     ProfileCallback,
+    StragglersCallback,
     TraceCallback,
     device_peak,
     make_metrics,
@@ -168,6 +169,7 @@ class Trainer:
         configs = self.cfg.callbacks
         plugins = [p.value(configs[p.name]) if p.config else p.value() for p in plugin_parts("callback")]
         first = [
+            StragglersCallback(),
             OwnershipCallback(),
             ProfileCallback(),
             NonFiniteCallback(),
@@ -245,7 +247,7 @@ class Trainer:
 
     def _signalled(self) -> bool:
         """Return True if the leader of the island has news for all ranks, in the last step that was read."""
-        return self.report is not None and bool(self.report.signals[0, ISLANDS])
+        return self.report is not None and bool(self.report.signals[ISLANDS])
 
     def _stop_without_step(self, reason: str) -> None:
         """End the run, because the islands do no further step."""
@@ -266,7 +268,7 @@ class Trainer:
     def update(self, loss: Tensor, waited: float) -> PendingReport:
         """Clip the gradient, update the weights, and count the step."""
         islands = (self.islands.signal(),) if self.islands else ()
-        signals = lambda: (self.stop.asked(), peak_memory_bytes(self.mesh.device), waited, RECORDER.busy(), *islands)
+        signals = lambda: (self.stop.asked(), peak_memory_bytes(self.mesh.device), waited, *islands)
         report = self.train_step.update(self.state.step + 1, loss, signals)
         self.state.step += 1
         self.state.tokens += self.cfg.train.global_batch * self.cfg.train.seq_len
@@ -300,10 +302,8 @@ class Trainer:
         self.report = report = unread.report.wait()
         for callback in self.callbacks:
             callback.on_report(report, unread.metrics)
-        asked = [int(number) for number in report.signals[:, STOP] if number]
-        self.stopped_by = (
-            stop_signals.name(max(asked)) if asked else None
-        )  # a signal takes precedence over the other sources
+        asked = int(report.signals[STOP])  # a signal takes precedence over the other sources
+        self.stopped_by = stop_signals.name(asked) if asked else None
         return bool(asked) or bool(self.failure)
 
     def microbatches(self, source: Tokens, step: int) -> list[Batch]:

@@ -203,14 +203,16 @@ def all_reduce_max(full: Tensor, group: Group) -> Pending:
 
 
 def all_gather_row(row: Tensor, group: Group) -> tuple[Tensor, Pending]:
-    """Gather a small vector `row` [k] from each of n ranks. Return (a new tensor [n, k], the operation in flight).
-
-    Unlike `all_gather`, it also sends rows around a ring on gloo, so it may run over all ranks.
-    """
+    """Gather a small vector `row` [k] from each of n ranks. Return (a new tensor [n, k], the operation in flight)."""
     out = row.new_empty(size(group), row.numel())
+    return out, all_gather(out.view(-1), row, group)
+
+
+def all_gather_around(row: Tensor, group: Group) -> tuple[Tensor, Pending]:
+    """Gather as `all_gather_row` does. On gloo rows go around a ring, so that the group may connect on use."""
     if group is None:
-        out.copy_(row)
-        return out, Pending(())
+        return all_gather_row(row, group)
+    out = row.new_empty(size(group), row.numel())
     record = RECORDER.launch("all_gather", group, out.nbytes)
     return out, Pending([gather_single(out.view(-1), row, group=group, async_op=True)], record=record)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.device.cores import cpu_cores
-from ndtrain.mesh.collectives import Group, Pending, all_gather_row, size
+from ndtrain.mesh.collectives import Group, Pending, all_gather_around, size
 from ndtrain.mesh.flight_recorder import RECORDER
 
 
@@ -68,7 +68,7 @@ def gather_numbers(numbers: Sequence[float], group: Group, device: torch.device)
     """
     if device.type == "meta":
         return torch.tensor(numbers, dtype=torch.float64).expand(size(group), -1)
-    rows, work = all_gather_row(upload(numbers, device), group)
+    rows, work = all_gather_around(upload(numbers, device), group)
     work.wait()
     return rows.cpu()
 

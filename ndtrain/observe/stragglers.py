@@ -1,13 +1,12 @@
 """Detects stragglers: ranks that are busy longer in a step than the ranks with the same work."""
 
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from ndtrain.mesh.mesh import MeshSpec
 
-WINDOW = 20  # number of steps of each median
+WINDOW = 20  # number of steps of each median, and from one comparison to the next
 FACTOR = 1.5  # a rank becomes slow above this ratio to its peers
 RECOVERED = 1.2  # a slow rank recovers below this ratio
 LEAST_S = 0.01  # smallest difference in seconds; below it, scheduler noise dominates
@@ -23,19 +22,15 @@ class Stragglers:
     def __init__(self, spec: MeshSpec):
         self.spec = spec
         self._groups = [np.array(ranks) for ranks in spec.groups(*(a for a in spec.order if a != "pp"))]
-        self._seen: deque[Sequence[float]] = deque(maxlen=WINDOW)
         self._slow = np.zeros(spec.world_size, dtype=bool)
 
-    def update(self, busy_s: Sequence[float]) -> list[str]:
-        """Add a step. Return a line for each rank that has become slow or has recovered.
+    def compare(self, busy_s: Sequence[float]) -> list[str]:
+        """Compare the ranks. Return a line for each rank that has become slow or has recovered.
 
         Args:
-            busy_s: seconds, by rank.
+            busy_s: the median of the last `WINDOW` steps of each rank, in seconds.
         """
-        self._seen.append(busy_s)
-        if len(self._seen) < WINDOW:
-            return []
-        usual = np.median(np.array(self._seen), axis=0)
+        usual = np.array(busy_s)
         others = np.empty_like(usual)
         for ranks in self._groups:
             others[ranks] = _medians_of_others(usual[ranks])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ndtrain.mesh.collectives import all_gather_row
+from ndtrain.mesh.collectives import all_reduce
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.parallel.fsdp import ShardedUnits
 
@@ -16,7 +16,7 @@ class GradStats(NamedTuple):
     Attributes:
         losses: the loss and the objective's other sums, each summed over all ranks.
         norm: the 2-norm of the whole model's gradient, each element counted once.
-        finite: True if the norm and every rank's loss are finite.
+        finite: True if the norm and the losses are finite. A sum is not, if a rank's part is not.
     """
 
     losses: Tensor
@@ -25,7 +25,7 @@ class GradStats(NamedTuple):
 
 
 class GradStatsReducer:
-    """Gathers every rank's loss, and the norm of the gradients that the rank owns."""
+    """Sums the losses of all ranks, and the squared norms of the gradients that each of them owns."""
 
     def __init__(self, units: ShardedUnits, mesh: Mesh):
         self.mesh, self.device = mesh, units.device
@@ -36,9 +36,8 @@ class GradStatsReducer:
         for x in self._counted:
             mine[0] += _square_sum(x)
         mine[1:] = losses_share
-        rows, work = all_gather_row(mine, self.mesh.world)
-        work.wait()
-        return GradStats(rows[:, 1:].sum(0), rows[:, 0].sum().sqrt(), rows.isfinite().all())
+        all_reduce(mine, self.mesh.world).wait()
+        return GradStats(mine[1:], mine[0].sqrt(), mine.isfinite().all())
 
 
 _ROW = 4096  # number of elements whose norm is computed in their own precision

@@ -155,15 +155,15 @@ _PLAIN = {
     ops.Accept: "accept   the input from another stage of this rank",
     ops.Hand: "hand     the result to another stage of this rank",
     ops.FinishSends: "wait     until all messages are sent",
-    ops.CountTokens: "count    tokens  (all-gather over dp+fsdp+cp)",
+    ops.CountTokens: "count    tokens  (all-reduce over dp+fsdp+cp)",
     ops.AwaitTokens: "wait     for the count of tokens",
     ops.SumLoads: "sum      loads of experts  (all-reduce over all ranks)",
     ops.AwaitLoads: "wait     for the loads of experts",
     ops.CheckCapacity: "check    that the rows of experts have fitted  (all-reduce over all ranks)",
-    ops.GatherStats: "gather   loss and gradient norm  (all-gather over all ranks)",
+    ops.GatherStats: "sum      loss and gradient norm  (all-reduce over all ranks)",
     ops.Update: "update   weights and optimizer state",
     ops.UpdateBiases: "update   selection biases of experts",
-    ops.Report: "report   the step's numbers  (all-gather over all ranks)",
+    ops.Report: "report   the step's numbers  (all-reduce over all ranks)",
 }
 
 

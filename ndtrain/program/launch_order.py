@@ -362,9 +362,9 @@ class _Own:
             case ops.FinishSends():
                 yield from map(Wait, self.leaving)
             case ops.CountTokens():
-                yield self._launch("all_gather", "tokens", "tokens", at)
+                yield self._launch("all_reduce", "tokens", "tokens", at)
             case ops.AwaitTokens():
-                yield from self._wait("all_gather", "tokens")
+                yield from self._wait("all_reduce", "tokens")
             case ops.SumLoads():
                 yield self._over_all("loads")
             case ops.AwaitLoads():

@@ -183,7 +183,7 @@ class CheckCapacity:
 
 @dataclass(frozen=True, slots=True)
 class GatherStats:
-    """Gather all ranks' losses and gradient norms."""
+    """Sum all ranks' losses and squared gradient norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class UpdateBiases:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Launch the gather of all ranks' signals, and the copy of the step's numbers to the host."""
+    """Launch the largest of all ranks' signals, and the copy of the step's numbers to the host."""
 
 
 Op = (

@@ -118,14 +118,13 @@ class _Planned:
             case ops.Send():
                 yield self._message("send", self.pipeline.schedule.rank_of[turn.gives.stage])
             case ops.CountTokens() | ops.AwaitTokens():
-                nbytes = NUMBER * self.spec.size(*DATA_AXES)
-                event = self._over(DATA_AXES, "all_gather", nbytes)
+                event = self._over(DATA_AXES, "all_reduce", NUMBER)
                 yield event if isinstance(op, ops.CountTokens) else event._replace(kind="wait")
             case _:
                 yield from self._over_all_ranks(op)
 
     def _over_all_ranks(self, op: Op) -> Iterator[Event]:
-        balance, world = self.step.stages.balance, self.spec.world_size
+        balance = self.step.stages.balance
         match op:
             case ops.SumLoads() | ops.AwaitLoads():
                 ahead = self.pipeline is not self.step.executor.pipeline
@@ -136,10 +135,10 @@ class _Planned:
                 event = self._over(AXES, "all_reduce", NUMBER)
                 yield from (event, event._replace(kind="wait"))
             case ops.GatherStats():
-                event = self._over(AXES, "all_gather", NUMBER * (1 + self.losses) * world)
+                event = self._over(AXES, "all_reduce", NUMBER * (1 + self.losses))
                 yield from (event, event._replace(kind="wait"))
             case ops.Report():
-                yield self._over(AXES, "all_gather", NUMBER * world)
+                yield self._over(AXES, "all_reduce", NUMBER)
 
     def _check_tp_replicas(self, index: int, op: ops.SumTPReplicas, made: Sequence[Event]) -> None:
         launched = [event for event in made if event.kind == "launch"]

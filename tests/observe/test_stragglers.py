@@ -1,13 +1,22 @@
 """The ranks that are busy for longer than the ranks with the same work."""
 
+import time
 from statistics import median
+from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ndtrain.config import load_config, resolve
+from ndtrain.engine.callback import Callback
+from ndtrain.engine.executor import Executor
+from ndtrain.engine.trainer import Trainer
 from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.observe.stragglers import WINDOW, Stragglers, _medians_of_others
+from tests.lib.helpers import arguments, given_process_group, write_corpus
+from tests.lib.ranks import run_ranks
 
 
 @given(st.lists(st.integers(0, 5).map(float), min_size=1, max_size=9))
@@ -19,19 +28,52 @@ def test_medians_of_others_leave_out_one_value_each(values):
 def test_straggler_is_named_once_and_on_recovery():
     watch = Stragglers(MeshSpec(("pp", "tp"), (2, 2)))
     usual = [0.1, 0.1, 0.4, 0.4]  # the second stage has more work, so its ranks are not slow
-    reports = [watch.update(usual) for _ in range(2 * WINDOW)]
-    reports += [watch.update([0.1, 0.1, 0.4, 0.7]) for _ in range(2 * WINDOW)]
-    reports += [
-        watch.update([0.1, 0.1, 0.4, 0.55 + 0.1 * (step % 2)]) for step in range(4 * WINDOW)
-    ]  # still slow, barely
-    reports += [watch.update(usual) for _ in range(2 * WINDOW)]
-    slow, over = [line for lines in reports for line in lines]
-    assert slow == f"rank 3 (pp=1 tp=1) is slow: busy 0.7 s per step, its peers 0.4 s (median of {WINDOW} steps)"
-    assert over.startswith("rank 3 (pp=1 tp=1) is no longer slow: ")
+    slow, barely = [0.1, 0.1, 0.4, 0.7], [0.1, 0.1, 0.4, 0.55]  # still slow until 1.2 times its peers
+    lines = [watch.compare(busy) for busy in (usual, usual, slow, slow, barely, barely, usual, usual)]
+    assert [len(said) for said in lines] == [0, 0, 1, 0, 0, 0, 1, 0]
+    text = f"rank 3 (pp=1 tp=1) is slow: busy 0.7 s per step, its peers 0.4 s (median of {WINDOW} steps)"
+    assert lines[2] == [text] and lines[6][0].startswith("rank 3 (pp=1 tp=1) is no longer slow: ")
 
 
-def test_single_or_tiny_slow_step_is_no_straggler():
-    watch = Stragglers(MeshSpec(("dp",), (2,)))
-    assert not any(watch.update([0.1, 9.0 if step % 3 == 0 else 0.1]) for step in range(50))
-    tiny = Stragglers(MeshSpec(("dp",), (2,)))
-    assert not any(tiny.update([0.001, 0.009]) for _ in range(50))
+def test_tiny_difference_is_no_straggler():
+    assert Stragglers(MeshSpec(("dp",), (2,))).compare([0.001, 0.009]) == []
+
+
+# -------------------------------------------------------------------------------------------------------------- in runs
+
+
+class Slow(Callback):
+    """Makes rank 1 slow in some steps: in all of them, or in some that do not change its median."""
+
+    def __init__(self, every: int):
+        self.every = every
+
+    def before_step(self) -> None:
+        step = self.trainer.state.step + 1
+        self.slow = self.trainer.mesh.rank == 1 and step % self.every == 0
+
+
+def slow_run(every: int, args: list[str]) -> list[str]:
+    """The warnings of a run whose rank 1 sleeps in each forward of every `every`th step."""
+    slow = Slow(every)
+    forward = Executor._forward
+
+    def sleeping(self, *rest):
+        time.sleep(0.05 * slow.slow)
+        return forward(self, *rest)
+
+    with mock.patch.object(Executor, "_forward", sleeping), given_process_group():
+        trainer = Trainer(resolve(load_config(args), 2), [slow])
+        said = []
+        with mock.patch.object(trainer, "warn", said.append):
+            trainer.train()
+        trainer.close()
+    return [line for line in said if "slow" in line]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_slow_rank_is_named_by_its_median(every, tmp_path):
+    args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "mesh.dp=2", "train.steps=41")
+    lines = run_ranks(slow_run, 2, every, args)
+    assert lines[1] == [] and len(lines[0]) == (every == 1)
+    assert every > 1 or lines[0][0].startswith("rank 1 (dp=1) is slow: busy ")
