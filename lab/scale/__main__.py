@@ -13,6 +13,7 @@ from lab.trials import run_trial
 from ndtrain.arguments import status_of
 
 TRIALS = {
+    "table": "ranks=32,256,2048,16384: what one rank of a large run does, counted without other ranks",
     "ranks": "ranks=64 mesh='fsdp=64': real gloo processes start, train, save, and resume on another mesh",
 }
 
