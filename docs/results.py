@@ -488,12 +488,59 @@ def islands_diloco() -> str:
     return with_origin(f"{text}\n\n{table(head, rows)}\n\n{codecs}", "islands-diloco")
 
 
+def scale_ranks() -> str:
+    """Return what real ranks have needed to start, train, save and resume."""
+    names = sorted(
+        (path.stem for path in BENCHMARKS.glob("scale-ranks-*.json")), key=lambda n: int(n.rpartition("-")[2])
+    )
+    rows = []
+    for name in names:
+        for own in load(name)["runs"]:
+            operations, files = own["store_operations"], own["open_files"]
+            seconds = [f"{own['first_step_s']:.0f}", f"{own['seconds']:.0f}", f"{own['cpu_s']['median']:.2f}"]
+            counts = [f"{operations['median']:.0f}", f"{operations['rank_0']:.0f}", f"{operations['all']:,}"]
+            rows.append(
+                [str(own["ranks"]), f"`{own['mesh']}`", *seconds, *counts, f"{files['most']}", f"{files['rank_0']}"]
+            )
+    head = ["ranks", "mesh", "s to the first step", "s to the end", "CPU s of a rank"]
+    head += ["store operations of a rank", "of rank 0", "of all", "open files of a rank", "of rank 0"]
+    return with_origin(table(head, rows), *names)
+
+
+SCALE_ROWS = {  # key of scale-table.json -> its row, and the form of its figures
+    "configuration_s": ("configuration, s", ".2f"),
+    "planning_s": ("a rank's stages without memory, s", ".2f"),
+    "groups": ("process groups of a rank, besides two of all ranks", "d"),
+    "descriptors": ("descriptors of a rank (estimate)", "d"),
+    "descriptors_rank_0": ("descriptors of rank 0 without torchrun (estimate)", ",d"),
+    "stragglers_s": ("comparison of all ranks every 20 steps, on rank 0, s", ".4f"),
+    "report_bytes": ("report of a rank that hangs, bytes", "d"),
+    "hang_read_s": ("reading all reports, s", ".2f"),
+    "hang_diagnose_s": ("diagnosis, s", ".2f"),
+    "files": ("files of a checkpoint", ",d"),
+    "files_read": ("files that a rank opens to load, and to save", "d"),
+    "writers_of_a_file": ("ranks that write into a file", "d"),
+    "writes": ("writes of a rank", ",d"),
+    "smallest_write": ("smallest write, bytes", ",d"),
+    "median_write": ("median write, bytes", ",.0f"),
+}
+
+
+def scale_table() -> str:
+    """Return what a rank of Llama 3 405B does besides computing."""
+    counted = load("scale-table")["rows"]
+    form = lambda value, spec: "-" if value is None else format(round(value) if spec.endswith("d") else value, spec)
+    rows = [[text, *(form(row[key], spec) for row in counted)] for key, (text, spec) in SCALE_ROWS.items()]
+    return with_origin(table(["ranks", *(f"{row['ranks']:,}" for row in counted)], rows), "scale-table")
+
+
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         gpu_steps, gpu_peers, gpu_aims, gpu_profile, peers_data, peers_tp, peers_cp, peers_cp_link, peers_pp, step,
         step_profile, checkpoint, collectives, matmul, first_run, experts_runs, timeline,
         islands_link, islands_partition, islands_churn, islands_recovery, islands_diloco,
+        scale_ranks, scale_table,
     )
 }  # fmt: skip
 

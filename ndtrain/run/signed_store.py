@@ -117,9 +117,15 @@ class SignedStore:
             if not missing:
                 return found
             if time.monotonic() > end:
-                late = {key: self.read(key) for key in missing}
-                return found | {key: value for key, value in late.items() if value is not None}
+                return found | self._read_existing(missing)
             time.sleep(pause)
+
+    def _read_existing(self, keys: list[str]) -> dict[str, Any]:
+        """Return the messages that exist, by key. If few of n are missing, this takes a few times log n operations."""
+        if len(keys) <= 1 or self.has(*keys):
+            return self.read_all(keys)
+        half = len(keys) // 2
+        return self._read_existing(keys[:half]) | self._read_existing(keys[half:])
 
     def claim(self, key: str, value: Any) -> Any:
         """Claim a key, and return the value of the first process that claimed it: `value` if no other was faster."""

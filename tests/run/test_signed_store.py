@@ -7,6 +7,7 @@ from threading import Timer
 import pytest
 import torch.distributed as dist
 
+from lab.scale.counted_store import CountedStore
 from ndtrain.run import signed_store
 from ndtrain.run.signed_store import TOKEN, SignedStore
 
@@ -93,6 +94,16 @@ def test_wait_ignores_forged_message(messages, store):
 def test_wait_all_returns_messages_that_arrived(messages):
     messages.put("1", "one")
     assert messages.wait_all(["1", "2"], 0) == {"1": "one"}
+
+
+@pytest.mark.parametrize("absent", [(), (0,), (499,), (17, 300, 301)])
+def test_wait_all_looks_for_few_missing_messages_in_few_operations(store, absent):
+    counted = CountedStore(store)
+    messages = SignedStore(counted, "attempt", "secret")
+    there = {str(n): n for n in range(500) if n not in absent}
+    messages.put_all(there)
+    assert messages.wait_all(map(str, range(500)), 0) == there
+    assert counted.operations.total() < 3 + 4 * 9 * max(1, len(absent)), counted.operations
 
 
 def test_claim_is_won_by_one_process(messages, store):
