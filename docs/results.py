@@ -441,7 +441,12 @@ def islands_recovery() -> str:
 def islands_churn() -> str:
     """Return the rates of islands that are killed again and again, and of undisturbed ones before and after."""
     results = load("islands-churn")
-    names = {"before": "undisturbed, before", "churn": "with kills", "after": "undisturbed, after"}
+    names = {
+        "before": "undisturbed, before",
+        "churn": "with kills",
+        "after": "undisturbed, after",
+        "all": "undisturbed",
+    }
     rows = []
     for phase, text in names.items():
         own = results[phase]
@@ -453,7 +458,8 @@ def islands_churn() -> str:
     memory, times = churned["survivor"]["rss_mib"], churned["return_s"]
     text = (
         f"{churned['kills']} kills, {churned['kills_of_address_holder']} of the island that listened at "
-        f"`islands.address`. Steps per second with kills: {percent(churned['useful_share'])} of the undisturbed runs. "
+        f"`islands.address`. Steps per second with kills: {percent(churned['useful_share_of_all'])} of all islands undisturbed, and "
+        f"{percent(churned['useful_share'])} of one less: more islands share the same two cores. "
         f"From the start of a returning island to its first step: {times[len(times) // 2]:.1f} s (median), "
         f"{times[-1]:.1f} s (longest). The island that was never killed used {memory['first']:.0f} MiB at the start "
         f"and {memory['last']:.0f} MiB at the end. Faults: {'; '.join(churned['faults']) or 'none'}."

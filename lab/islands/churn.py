@@ -1,7 +1,8 @@
 """Churn: a random island is killed again and again, and started again after some seconds.
 
 The first island killed is the one that listens at `islands.address`. One island is never killed, and its memory is
-measured. The useful steps are compared with two undisturbed runs of one island less, before and after.
+measured. The useful steps are compared with undisturbed runs of one island less, before and after, and of all islands.
+On one machine more islands share the same cores, so all of them do fewer steps than one less.
 
 Processes are forked from a server that has imported everything. Otherwise the imports of returning islands would take
 the cores of the others, which do not share a machine in real use.
@@ -58,9 +59,11 @@ def run(options: Options) -> bool:
         before = _undisturbed(options, Path(place, "before"))
         churned = _Churn(options, Path(place, "churn")).run()
         after = _undisturbed(options, Path(place, "after"))
+        whole = _undisturbed(options, Path(place, "all"), options.islands)
     usual = (before["steps_per_s"] + after["steps_per_s"]) / 2
     churned["useful_share"] = churned["steps_per_s"] / usual
-    result = rounded({"before": before, "churn": churned, "after": after})
+    churned["useful_share_of_all"] = churned["steps_per_s"] / whole["steps_per_s"]
+    result = rounded({"before": before, "churn": churned, "after": after, "all": whole})
     save("islands churn", options, **result)
     _show(result)
     return not churned["faults"]
@@ -86,13 +89,14 @@ def _start_all(islands: Islands, seen: Watcher) -> None:
     time.sleep(_SETTLE_S)
 
 
-def _undisturbed(options: Options, folder: Path) -> dict[str, Any]:
-    """Return the rate of one island less, without kills."""
-    with _islands(options, folder, options.islands - 1) as islands, _watcher(islands) as seen:
+def _undisturbed(options: Options, folder: Path, count: int = 0) -> dict[str, Any]:
+    """Return the rate of some islands without kills; of one less than all by default."""
+    count = count or options.islands - 1
+    with _islands(options, folder, count) as islands, _watcher(islands) as seen:
         _start_all(islands, seen)
         began = time.time()
         time.sleep(options.quiet_s)
-        return {"islands": options.islands - 1, **rate(seen.finished, began, time.time())}
+        return {"islands": count, **rate(seen.finished, began, time.time())}
 
 
 @dataclass
@@ -176,7 +180,7 @@ class _Churn:
 
 def _show(result: dict[str, Any]) -> None:
     print(f"{'':8} {'islands':>7} {'steps':>7} {'seconds':>8} {'steps/s':>8} {'median gap':>11} {'longest gap':>12}")
-    for phase in ("before", "churn", "after"):
+    for phase in ("before", "churn", "after", "all"):
         own = result[phase]
         gaps = f"{own.get('median_gap_s', 0):9.3f} s {own.get('longest_gap_s', 0):10.3f} s"
         rates = f"{own['steps']:7} {own['seconds']:8.0f} {own['steps_per_s']:8.2f}"
@@ -184,7 +188,7 @@ def _show(result: dict[str, Any]) -> None:
     churned = result["churn"]
     print(
         f"{churned['kills']} kills, {churned['kills_of_address_holder']} of them of the island at islands.address; "
-        f"useful steps {churned['useful_share']:.1%} of the undisturbed runs"
+        f"useful steps {churned['useful_share']:.1%} of one island less, {churned['useful_share_of_all']:.1%} of all"
     )
     if times := churned["return_s"]:
         print(f"start of an island to its first step: median {times[len(times) // 2]:.1f} s, longest {times[-1]:.1f} s")
