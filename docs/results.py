@@ -458,8 +458,8 @@ def islands_churn() -> str:
     memory, times = churned["survivor"]["rss_mib"], churned["return_s"]
     text = (
         f"{churned['kills']} kills, {churned['kills_of_address_holder']} of the island that listened at "
-        f"`islands.address`. Steps per second with kills: {percent(churned['useful_share_of_all'])} of those of all islands "
-        f"undisturbed, and {percent(churned['useful_share'])} of one less: more islands share the same two cores. "
+        f"`islands.address`. Steps per second with kills: {percent(churned['useful_share_of_all'])} of those of all "
+        f"islands undisturbed, and {percent(churned['useful_share'])} of one less: they share the same two cores. "
         f"From the start of a returning island to its first step: {times[len(times) // 2]:.1f} s (median), "
         f"{times[-1]:.1f} s (longest). The island that was never killed used {memory['first']:.0f} MiB at the start "
         f"and {memory['last']:.0f} MiB at the end. Faults: {'; '.join(churned['faults']) or 'none'}."
