@@ -280,7 +280,7 @@ class Mesh:
         if self._shares_world:
             return self.group(*self.spec.order)
         if self.spec.world_size > 1 and self._world is None:
-            self._world = self._named("world", dist.group.WORLD)
+            self._world = self._named(self._name(self.spec.order, "world"), dist.group.WORLD)
         return self._world
 
     @property
@@ -289,11 +289,15 @@ class Mesh:
         return self.in_order or not dist.is_initialized() or dist.get_backend() != GLOO
 
     def _make(self, axes: tuple[str, ...], lane: str) -> dist.ProcessGroup | None:
-        strides = {a: max(p.stride for p in self.spec.along(a)) for a in axes if self.spec.size(a) > 1}
-        name = " ".join(filter(None, ("+".join(sorted(strides, key=lambda a: -strides[a])), lane)))
+        name = self._name(axes, lane)
         if self.spec.size(*axes) == self.spec.world_size and not lane and self._shares_world:
             return self._named(name, dist.group.WORLD)
         return self._new_groups(name, self.spec.groups(*axes))
+
+    def _name(self, axes: Iterable[str], lane: str) -> str:
+        """Return the name of a group: its axes of more than one rank, outer to inner, and its lane."""
+        strides = {a: max(p.stride for p in self.spec.along(a)) for a in axes if self.spec.size(a) > 1}
+        return " ".join(filter(None, ("+".join(sorted(strides, key=lambda a: -strides[a])), lane)))
 
     def _new_groups(self, name: str, blocks: list[list[int]]) -> dist.ProcessGroup | None:
         """Create a process group for each list of ranks. The lists have no rank in common. Return this rank's group, or

@@ -32,7 +32,7 @@ def strings() -> list[str]:
     """Every string of the package, and every line of the launch scripts."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "ndtrain").rglob("*.py")]
     texts = [text for tree in trees for node in ast.walk(tree) if (text := text_of(node))]
-    for script in (ROOT / "launch").iterdir():
+    for script in filter(Path.is_file, (ROOT / "launch").iterdir()):
         texts += [re.sub(r"\$\{?\w+\}?", "X", line) for line in script.read_text().splitlines()]
     return [plain(text) for text in texts]
 
