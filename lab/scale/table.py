@@ -1,4 +1,4 @@
-"""What one rank of a large run does besides computing, for several numbers of ranks, counted in this process.
+"""Counts what one rank of a large run does besides computing, for several numbers of ranks, in this process.
 
 Nothing is sent: a rank is built without memory, and the diagnosis of a hang gets the messages of all ranks. Seconds are
 CPU time.

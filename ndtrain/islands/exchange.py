@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ndtrain.islands.encoding import Encoding, Part
+from ndtrain.islands.orders import Cancel
 from ndtrain.islands.own import OwnGradients
 from ndtrain.islands.reading import Gone, Reader
 from ndtrain.islands.shelf import GRAD, STATE, SUM, Shelf, Tag
@@ -80,8 +81,8 @@ class Exchange:
     def _with_extra(self, table: Table, owned: bool) -> Table:
         return Table(table.units | (self._extra if self._rank == 0 or not owned else {}), table.buffers)
 
-    def _cancel(self, epoch: int) -> None:
-        self.reader.cancel(epoch)
+    def _cancel(self, given_up: Cancel) -> None:
+        self.reader.cancel(given_up)
         if self._reading != GRAD:  # the source may be lost, and another one is chosen
             self.reader.cancel()
 

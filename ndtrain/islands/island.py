@@ -653,7 +653,8 @@ class Island:
             self._peers.hear(member.life, self._now)
         # Without a loss the previous epoch goes on, although a promise may have cancelled it: the promise was for an
         # epoch without a lost member, and a planned one that had been accepted before was decided in its place.
-        self.effects.append(Cancel(epoch.number - (1 if epoch.holders else 2)))
+        # Its steps from the new epoch's first one on are begun again, although a rank may have missed that promise.
+        self.effects.append(Cancel(epoch.number - 1) if epoch.holders else Cancel(epoch.number - 2, epoch.begin))
         self._take_place(epoch)
         self._tell(_description(old, epoch))
 

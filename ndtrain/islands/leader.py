@@ -241,9 +241,9 @@ class Leader:
                     self._send(address, LEADER, {"from": list(self.me), "message": to_json(message)})
                 case Save(saved):
                     write_saved(self._file, saved)
-                case Cancel(epoch):
+                case Cancel(epoch, step):
                     for address in self._ranks:
-                        self._send(address, CANCEL, {"cancel": epoch})
+                        self._send(address, CANCEL, {"cancel": epoch, "step": step})
                 case Tell(text):
                     self._told.append(text)
         self._changed.notify_all()

@@ -106,10 +106,19 @@ class Save(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Make the ranks give up reading gradients of epochs up to this one. Later epochs, which may have been cancelled
-    before, are read again."""
+    """Make the ranks give up reading some gradients. Others, which may have been cancelled before, are read again.
+
+    Attributes:
+        epoch: gradients of this epoch and of earlier ones are given up.
+        step: gradients of the epoch after it are given up from this step on; None: none of them.
+    """
 
     epoch: int
+    step: int | None = None
+
+    def covers(self, epoch: int, step: int) -> bool:
+        """Return True if gradients of this step and epoch are given up."""
+        return epoch <= self.epoch or (self.step is not None and epoch == self.epoch + 1 and step >= self.step)
 
 
 class Tell(NamedTuple):

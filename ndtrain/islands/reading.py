@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ndtrain.islands.shelf import GONE, GRAD, RANK, Tag
+from ndtrain.islands.orders import Cancel
+from ndtrain.islands.shelf import GONE, RANK, Tag
 from ndtrain.islands.table import MOST_TABLE, Buffers, Selection, Staging, Table, UnitTable
 from ndtrain.islands.wire import Connection, WireError, connect
 from ndtrain.mesh.row_map import Held, Rows
@@ -155,7 +156,7 @@ class Reader:
         self.nbytes = 0
         self._lock = threading.Lock()
         self._progress: _Progress | None = None
-        self._cancelled = -1
+        self._cancelled = Cancel(-1)
 
     # ----------------------------------------------------------------------------------------------- connections
 
@@ -259,21 +260,20 @@ class Reader:
         finally:
             self._end(progress)
 
-    def cancel(self, epoch: int | None = None) -> None:
+    def cancel(self, given_up: Cancel | None = None) -> None:
         """Make the read that is in progress raise `Gone` at once, in its own thread.
 
         Args:
-            epoch: end only a read of gradients of this epoch or an earlier one, and refuse such reads until the next
-                call with an epoch.
+            given_up: end only a read of these gradients, and refuse such reads until the next call with an argument.
         """
         with self._lock:
-            self._cancelled = self._cancelled if epoch is None else epoch
+            self._cancelled = given_up or self._cancelled
             progress = self._progress
-            if progress and (epoch is None or self._is_cancelled(progress.tags)):
+            if progress and (given_up is None or self._is_cancelled(progress.tags)):
                 progress.fail(Gone("", "the read was cancelled"))
 
     def _is_cancelled(self, tags: Mapping[str, Tag]) -> bool:
-        return any(tag.what == GRAD and tag.epoch <= self._cancelled for tag in tags.values())
+        return any(tag.is_given_up(self._cancelled) for tag in tags.values())
 
     def _started(self, tag_of: Mapping[str, Tag]) -> _Progress:
         progress = _Progress(tag_of)

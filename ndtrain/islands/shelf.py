@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ndtrain.islands.orders import Cancel
 from ndtrain.islands.table import MOST_TABLE, Selection, Staging, Table, count_of, rows_of, text_of
 from ndtrain.islands.wire import Connection, Handler, WireError
 
@@ -34,23 +35,27 @@ class Tag(NamedTuple):
     step: int
     epoch: int
 
+    def is_given_up(self, cancelled: Cancel) -> bool:
+        """Return True if these are gradients that are given up."""
+        return self.what == GRAD and cancelled.covers(self.epoch, self.step)
+
 
 class Shelf:
     """The tensors that a rank offers. All methods may be called from any thread.
 
     Args:
         table: the elements that this rank serves, each of them on one rank of the island alone.
-        cancelled: is called with the epoch when the leader of the island cancels it.
+        cancelled: is called when the leader of the island cancels gradients.
     """
 
-    def __init__(self, table: Table, cancelled: Callable[[int], None] = lambda epoch: None):
+    def __init__(self, table: Table, cancelled: Callable[[Cancel], None] = lambda given_up: None):
         self.table, self._on_cancel = table, cancelled
         self._document = table.to_json()
         self._changed = threading.Condition()
         self._offers: dict[Tag, dict[str, Offered]] = {}
         self._withdrawn: dict[Tag, None] = {}
         self._readers: dict[Connection, Tag] = {}  # those that tensors are being sent to
-        self._cancelled, self._closed = -1, False
+        self._cancelled, self._closed = Cancel(-1), False
 
     def handlers(self) -> dict[str, Handler]:
         """Return the handlers for a `Listener`."""
@@ -98,13 +103,13 @@ class Shelf:
                 connection.close()
             self._changed.wait_for(lambda: not self._readers_of(tag))
 
-    def cancel(self, epoch: int) -> None:
-        """Answer "gone" to all who wait for gradients of this epoch or an earlier one, until the next call.
+    def cancel(self, given_up: Cancel) -> None:
+        """Answer "gone" to all who wait for the gradients that are given up, until the next call.
 
         Gradients that are being sent are sent to the end. Their tensors must not change until `withdraw`.
         """
         with self._changed:
-            self._cancelled = epoch
+            self._cancelled = given_up
             self._changed.notify_all()
 
     def wait(self, tag: Tag, unit: str, timeout_s: float | None = None) -> Offered | None:
@@ -130,7 +135,7 @@ class Shelf:
             self._changed.notify_all()
 
     def _is_gone(self, tag: Tag) -> bool:
-        return self._closed or tag in self._withdrawn or (tag.what == GRAD and tag.epoch <= self._cancelled)
+        return self._closed or tag in self._withdrawn or tag.is_given_up(self._cancelled)
 
     def _readers_of(self, tag: Tag) -> list[Connection]:
         return [connection for connection, its in self._readers.items() if its == tag]
@@ -155,16 +160,16 @@ class Shelf:
                     break
 
     def serve_cancel(self, connection: Connection) -> None:
-        """Serve the leader of this island, which cancels epochs.
+        """Serve the leader of this island, which cancels gradients.
 
         Raises:
             WireError: the connection ended, or a message is not as it must be.
         """
         while True:
-            epoch = _checked(_epoch_of, connection.receive())
-            self.cancel(epoch)
-            self._on_cancel(epoch)
-            connection.send({"cancelled": epoch})
+            given_up = _checked(_cancel_of, connection.receive())
+            self.cancel(given_up)
+            self._on_cancel(given_up)
+            connection.send({"cancelled": given_up.epoch})
 
     def _send(self, connection: Connection, tag: Tag, unit: str, selection: Selection, staging: Staging) -> bool:
         """Send one unit as soon as it is offered. Return False if it is gone."""
@@ -210,10 +215,10 @@ def _checked(parse: Callable[..., Any], *given: Any) -> Any:
         raise WireError(f"a message has another form than expected: {error}") from error
 
 
-def _epoch_of(data: Any) -> int:
+def _cancel_of(data: Any) -> Cancel:
     match data:
-        case {"cancel": epoch, **rest} if not rest:
-            return count_of(epoch)
+        case {"cancel": epoch, "step": step, **rest} if not rest:
+            return Cancel(count_of(epoch), None if step is None else count_of(step))
     raise ValueError("not a cancelled epoch")
 
 

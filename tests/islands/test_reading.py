@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ndtrain.islands.orders import Cancel
 from ndtrain.islands.reading import AHEAD, Gone, Reader
 from ndtrain.islands.shelf import Tag
 from ndtrain.islands.table import Table, UnitTable
@@ -189,7 +190,7 @@ def test_read_each_of_withdrawn_tag_raises_gone_and_connections_serve_on(island,
     thread, raised = started(lambda: read_all(reader))
     time.sleep(0.1)
     for shelf in island.shelves:
-        shelf.cancel(1)
+        shelf.cancel(Cancel(1))
     thread.join(5)
     ((error, _),) = raised
     assert isinstance(error, Gone) and error.island == "a" and "no longer offers grad of step 3" in str(error)
@@ -211,20 +212,20 @@ def test_read_each_reconnects_after_connections_have_ended(island, reader):
     assert reader._islands["a"].peers is not before
 
 
-@pytest.mark.parametrize("epoch", [None, 1])
-def test_cancel_makes_blocked_read_raise_within_50_ms(island, reader, epoch):
+@pytest.mark.parametrize("given_up", [None, Cancel(1), Cancel(0, GRAD.step)])
+def test_cancel_makes_blocked_read_raise_within_50_ms(island, reader, given_up):
     island.offer(GRAD, wholes(), ["embed"])
     thread, raised = started(lambda: read_all(reader))
     time.sleep(0.2)
-    reader.cancel(0)  # an earlier epoch: the read goes on
+    reader.cancel(Cancel(0, GRAD.step + 1))  # an earlier epoch, and a later step of this one: the read goes on
     time.sleep(0.05)
     assert thread.is_alive()
     begin = time.monotonic()
-    reader.cancel(epoch)
+    reader.cancel(given_up)
     thread.join(5)
     ((error, when),) = raised
     assert isinstance(error, Gone) and when - begin < 0.05
-    if epoch is not None:
+    if given_up is not None:
         with pytest.raises(Gone, match="was cancelled"):
             read_all(reader)
     again = GRAD._replace(epoch=2)

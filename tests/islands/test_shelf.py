@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from ndtrain.islands.orders import Cancel
 from ndtrain.islands.shelf import CANCEL, GONE, RANK, Shelf, Tag
 from ndtrain.islands.table import Table, UnitTable
 from ndtrain.islands.wire import Connection, Listener, WireError, connect
@@ -141,7 +142,7 @@ def test_cancel_answers_gone_only_for_gradients_of_past_epochs(shelf, listener):
         connection.send(read_of(GRAD._replace(epoch=epoch), "u"))
     leader = connect(listener.address, TOKEN, CANCEL, 5.0)
     time.sleep(0.05)
-    leader.send({"cancel": 2})
+    leader.send({"cancel": 2, "step": None})
     assert leader.receive() == {"cancelled": 2}
     assert connections[1].receive() == connections[2].receive() == GONE
     for tag in (GRAD._replace(epoch=3), Tag("sum", 3, 1), Tag("state", 3, 1)):
@@ -151,23 +152,27 @@ def test_cancel_answers_gone_only_for_gradients_of_past_epochs(shelf, listener):
     assert connections[1].receive()["unit"] == "u"
     shelf.offer(GRAD, "u", grad())
     assert shelf.wait(GRAD, "u", 0) is None
-    leader.send({"cancel": GRAD.epoch - 1})  # the epoch goes on, and what was offered meanwhile is there
-    assert leader.receive() == {"cancelled": GRAD.epoch - 1}
+    last = GRAD.epoch - 1
+    leader.send({"cancel": last, "step": GRAD.step + 1})  # the epoch goes on, and what was offered meanwhile is there
+    assert leader.receive() == {"cancelled": last}
     assert shelf.wait(GRAD, "u", 0) is not None
+    leader.send({"cancel": last, "step": GRAD.step})  # it goes on up to the step before
+    assert leader.receive() == {"cancelled": last}
+    assert shelf.wait(GRAD, "u", 0) is None
 
 
-def test_serve_cancel_calls_the_rank_and_refuses_other_messages(shelf):
-    epochs = []
-    shelf = Shelf(TABLE, epochs.append)
+@pytest.mark.parametrize("refused", [{"cancel": -1, "step": 1}, {"cancel": 1, "step": -1}, {"cancel": 1}])
+def test_serve_cancel_calls_the_rank_and_refuses_other_messages(refused, shelf):
+    given_up = []
+    shelf = Shelf(TABLE, given_up.append)
     listener = Listener("127.0.0.1", TOKEN, shelf.handlers())
     leader = connect(listener.address, TOKEN, CANCEL, 5.0)
-    leader.send({"cancel": 7})
+    leader.send({"cancel": 7, "step": 3})
     leader.receive()
-    assert epochs == [7]
-    leader.send({"cancel": -1})
+    leader.send(refused)
     with pytest.raises(WireError):
         leader.receive()
-    assert epochs == [7]
+    assert given_up == [Cancel(7, 3)]
     listener.close()
 
 

@@ -396,3 +396,8 @@ def test_scene_planned_epoch_decided_after_a_promise_for_a_loss_the_steps_before
     """Two members promise to replace a lost one, and then learn that a planned epoch had been accepted before. The
     steps before it belong to the epoch whose reads the promise has cancelled."""
     check(virtual.run, 11_726, 3, 9, 60)
+
+
+def test_scene_planned_epoch_replaces_a_step_that_was_begun_before():
+    """Between the promise, which cancels the step, and the decision the ranks did not look."""
+    check(storm, 10_084, 5, 10, 60, RareExchanges)

@@ -29,6 +29,9 @@ class Violation(AssertionError):
     """A broken promise of the protocol."""
 
 
+_NOTHING = Cancel(0)  # epochs are numbered from 1
+
+
 @dataclass
 class Rank:
     """What the ranks of an island do now."""
@@ -36,11 +39,11 @@ class Rank:
     kind: str = "idle"  # compute, read, heal, idle
     task: int = 0  # a number of the current work; events of older work are ignored
     order: object = None
-    cancelled: int = 0  # reading gradients of this epoch and older ones is given up
+    cancelled: Cancel = _NOTHING
 
     @property
     def is_cancelled(self) -> bool:
-        return self.order.epoch <= self.cancelled
+        return self.cancelled.covers(self.order.epoch, self.order.step)
 
 
 @dataclass
@@ -193,8 +196,8 @@ class Cluster:
                     self.send(process, address, message)
                 case Save(saved):
                     self.disk[process.member.name] = saved
-                case Cancel(epoch):
-                    process.rank.cancelled = epoch
+                case Cancel() as given_up:
+                    process.rank.cancelled = given_up
         self.check_epoch(process.island.epoch)
         self.go_on(process)
 
