@@ -332,7 +332,7 @@ def _first(mesh: Mesh, mine: str | None) -> str | None:
     if who == mesh.rank:
         said = mine.encode()[:_LONGEST]
         text[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)
-    dist.broadcast(text, src=int(who), group=mesh.background)
+    dist.all_reduce(text, op=dist.ReduceOp.MAX, group=mesh.background)  # no broadcast: see `Mesh.background`
     return bytes(text.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 

@@ -302,7 +302,7 @@ class Trainer:
         self.report = report = unread.report.wait()
         for callback in self.callbacks:
             callback.on_report(report, unread.metrics)
-        asked = int(report.signals[STOP])  # a signal takes precedence over the other sources
+        asked = int(report.signals[STOP])
         self.stopped_by = stop_signals.name(asked) if asked else None
         return bool(asked) or bool(self.failure)
 

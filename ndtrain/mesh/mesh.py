@@ -266,12 +266,17 @@ class Mesh:
 
     @cached_property
     def background(self) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks, for communication from a background thread (tensors on the CPU). None for one
-        rank. Its first use creates it, so every rank must reach that first use in the same order."""
+        """A gloo group of all ranks, for all-reduces from a background thread (tensors on the CPU). None for one rank.
+
+        Its first use creates it, so every rank must reach that first use in the same order. Its ranks connect then, for
+        all-reduces alone. Later the store of their addresses may be lost: it ends with torchrun, and the run is saved.
+        """
         if self.spec.world_size == 1:
             return None
         group = gloo_group_of_all_ranks()
         self._set_timeout(group)
+        if self.device.type != "meta":
+            dist.all_reduce(torch.zeros(1), group=group)
         return group
 
     @property

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.config import ConfigError
-from ndtrain.mesh.mesh import connecting_on_use
+from ndtrain.mesh.mesh import GLOO, connecting_on_use
 from ndtrain.run.listeners import LOOPBACK, address_to_serve, choose_interface, on_one_host, serve_store
 from ndtrain.run.signed_store import SignedStore, pauses
 
@@ -118,6 +118,9 @@ def join(
             timeout=timedelta(seconds=timeout_s + GRACE_S),
             **options,
         )
+    if backend == GLOO:  # connect while the store is there: it ends with torchrun, and the run is then saved
+        dist.all_reduce(torch.zeros(1))
+        dist.broadcast(torch.zeros(1), src=0)
     return meeting
 
 

@@ -12,7 +12,8 @@ REPEAT_S = 2.0  # one Ctrl-C reaches a rank twice within this time: from the ter
 POLL_S = 1.0  # interval between checks for the stop file, because a check takes milliseconds on shared storage
 STOP_FILE = "stop"  # in the run folder; `touch` it to stop the run. A launch script writes the id of its start into it
 LAUNCHER_GONE = "the end of torchrun"  # name of this source of a stop request
-_BY_FILE, _BY_LAUNCHER = -1, -2
+_BY_LAUNCHER, _BY_FILE = 1, 2
+_BY_SIGNAL = 100  # is added to the signal's number
 
 
 class StopRequest:
@@ -42,10 +43,13 @@ class StopRequest:
             os._exit(128 + number)
         if self.signal is None:
             self.signal, self._at = signal.Signals(number).name, time.monotonic()
-            self._number = number
+            self._number = _BY_SIGNAL + number
 
     def asked(self) -> int:
-        """Return a number for the source of the stop request, or 0 if there is none. `name` converts it to text."""
+        """Return a number for the source of the stop request, or 0 if there is none. `name` converts it to text.
+
+        All ranks get the largest number, so 0 is the smallest and a signal takes precedence over the other sources.
+        """
         if not self._number and self._file and time.monotonic() - self._looked >= POLL_S:
             self._looked = time.monotonic()
             self._number = _BY_FILE if _asks_this_run(self._file) else 0
@@ -97,4 +101,4 @@ def remove_stale(file: Path, now: float) -> bool:
 
 def name(asked: int) -> str:
     """Return the signal's name, "stop file" or `LAUNCHER_GONE` for a number of `StopRequest.asked`."""
-    return {_BY_FILE: "stop file", _BY_LAUNCHER: LAUNCHER_GONE}.get(asked) or signal.Signals(asked).name
+    return {_BY_FILE: "stop file", _BY_LAUNCHER: LAUNCHER_GONE}.get(asked) or signal.Signals(asked - _BY_SIGNAL).name

@@ -1,18 +1,17 @@
 """The ranks that are busy for longer than the ranks with the same work."""
 
-import time
 from statistics import median
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ndtrain.config import load_config, resolve
-from ndtrain.engine.callback import Callback
-from ndtrain.engine.executor import Executor
 from ndtrain.engine.trainer import Trainer
+from ndtrain.mesh.flight_recorder import Recorder
 from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.observe.stragglers import WINDOW, Stragglers, _medians_of_others
 from tests.lib.helpers import arguments, given_process_group, write_corpus
@@ -42,38 +41,24 @@ def test_tiny_difference_is_no_straggler():
 # -------------------------------------------------------------------------------------------------------------- in runs
 
 
-class Slow(Callback):
-    """Makes rank 1 slow in some steps: in all of them, or in some that do not change its median."""
-
-    def __init__(self, every: int):
-        self.every = every
-
-    def before_step(self) -> None:
-        step = self.trainer.state.step + 1
-        self.slow = self.trainer.mesh.rank == 1 and step % self.every == 0
-
-
 def slow_run(every: int, args: list[str]) -> list[str]:
-    """The warnings of a run whose rank 1 sleeps in each forward of every `every`th step."""
-    slow = Slow(every)
-    forward = Executor._forward
+    """The warnings of a run whose rank 1 is busy for longer in every `every`th step."""
 
-    def sleeping(self, *rest):
-        time.sleep(0.05 * slow.slow)
-        return forward(self, *rest)
+    def busy(self) -> float:
+        return 0.3 if dist.get_rank() == 1 and self.step % every == 0 else 0.1
 
-    with mock.patch.object(Executor, "_forward", sleeping), given_process_group():
-        trainer = Trainer(resolve(load_config(args), 2), [slow])
+    with mock.patch.object(Recorder, "busy", busy), given_process_group():
+        trainer = Trainer(resolve(load_config(args), 2))
         said = []
         with mock.patch.object(trainer, "warn", said.append):
             trainer.train()
         trainer.close()
-    return [line for line in said if "slow" in line]
+    return said
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_slow_rank_is_named_by_its_median(every, tmp_path):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "mesh.dp=2", "train.steps=41")
-    lines = run_ranks(slow_run, 2, every, args)
-    assert lines[1] == [] and len(lines[0]) == (every == 1)
-    assert every > 1 or lines[0][0].startswith("rank 1 (dp=1) is slow: busy ")
+    of_rank_0, of_rank_1 = run_ranks(slow_run, 2, every, args)
+    line = f"rank 1 (dp=1) is slow: busy 0.3 s per step, its peers 0.1 s (median of {WINDOW} steps)"
+    assert (of_rank_0, of_rank_1) == ([line] * (every == 1), [])

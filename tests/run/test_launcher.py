@@ -116,5 +116,11 @@ def test_end_of_launcher_requests_stop_but_signal_wins():
     assert StopRequest(signals=False, launcher=living).asked() == 0
     asked = StopRequest(signals=False, launcher=gone).asked()
     assert stop_signals.name(asked) == stop_signals.LAUNCHER_GONE
-    assert stop_signals.name(max(asked, signal.SIGTERM)) == "SIGTERM"
+    request = StopRequest(launcher=living)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop_signals.name(max(0, asked, request.asked())) == "SIGTERM", "it takes precedence"
+    finally:
+        request.restore()
+    assert max(0, asked) == asked, "ranks without a request send 0"
     assert StopRequest(signals=False).asked() == 0, "a process that torchrun has not started has no launcher"
