@@ -79,11 +79,15 @@ class _Waits:
         return self._members[op["channel"]]
 
     def of(self, report: Report) -> Wait | None:
-        """Return the wait of a rank; None if no rank delays any of its operations."""
-        for delaying in (self.late, self.behind):
-            for op in report.operations:
-                if ranks := [r for r in delaying(op) if r != report.rank]:
-                    return Wait(op, ranks)
+        """Return the wait of a rank; None if no rank delays any of its operations.
+
+        Only the oldest operation can wait for a GPU that is behind. If that one itself hangs, its ranks are behind with
+        all later operations.
+        """
+        looks = [(op, self.late) for op in report.operations] + [(op, self.behind) for op in report.operations[:1]]
+        for op, delaying in looks:
+            if ranks := [r for r in delaying(op) if r != report.rank]:
+                return Wait(op, ranks)
         return None
 
     def late(self, op: dict) -> list[int]:

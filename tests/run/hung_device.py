@@ -72,7 +72,9 @@ def hang(blocks_in_launch: bool) -> None:
             time.sleep(600)
         return Work()
 
-    collectives.dist = SimpleNamespace(isend=launch, irecv=launch, all_reduce=launch)
+    collectives.dist = SimpleNamespace(
+        isend=launch, irecv=launch, all_reduce=launch, ReduceOp=torch.distributed.ReduceOp
+    )
     copied_by(partial(time.sleep, 600))
     on_device(True)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -113,6 +114,17 @@ def test_diagnose_names_operation_launched_by_all():
         "a link or a kernel before it hangs"
     )
     assert not any("is waited for" in line for line in lines)
+
+
+def test_diagnose_blames_nobody_for_what_is_behind_a_hanging_operation():
+    """All ranks have launched two operations, on two channels. The first one hangs on all GPUs."""
+    first, second = op("tp01", 5, 1.0, 1.1), op("dp02", 6, 2.0, 2.1) | {"channel": "dp [0, 1]"}
+    both = {"counts": {"tp [0, 1]": 5, "dp [0, 1]": 6}, "members": {"tp [0, 1]": [[0, 2, 1]], "dp [0, 1]": [[0, 2, 1]]}}
+    both |= {"completed": {"tp [0, 1]": 4, "dp [0, 1]": 5}}
+    reports = {r: replace(report(r, [first, second], [first, second]), **both) for r in (0, 1)}
+    lines = diagnose(reports, MeshSpec(("tp",), (2,))).splitlines()
+    assert lines[0].startswith("all_gather 5 over tp [0, 1], launched in step 3, F0, by all its ranks, is not complete")
+    assert not any("waits for rank" in line for line in lines)
 
 
 def test_report_reached_is_step_of_device():
