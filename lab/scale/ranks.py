@@ -88,7 +88,7 @@ def _measured(options: Options, folder: Path, args: Sequence[str]) -> dict[str, 
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     failed = [rank for rank, code in enumerate(codes) if code != 0]
     faults = [f"rank {rank}: {_last_line(folder / f'rank-{rank}.txt')}" for rank in failed[:8]]
-    if len(reports) < options.ranks:
+    if failed or len(reports) < options.ranks:
         return {"faults": faults or ["ranks without a report"], "failed": len(failed)}
     rows = [json.loads(line) for line in Path(_run_dir(args), "metrics.jsonl").read_text().splitlines()]
     first = next(i for i, report in enumerate(reports) if report["rank"] == 0)
