@@ -129,10 +129,12 @@ def _causes(waits: Collection[Wait], reports: Mapping[int, Report], spec: MeshSp
 
 def _most_direct(waited_for: Mapping[int, Wait], reports: Mapping[int, Report]) -> list[int]:
     """Return some of the waiting ranks, in rank order: first those that wait for few ranks, one of which waits for
-    nobody. The others wait for these."""
+    nobody. The others wait for these. Of many that wait for one operation, the first one is enough."""
     is_end = lambda r: r not in reports or not reports[r].operations
     key = lambda r: (not any(map(is_end, waited_for[r].ranks)), len(waited_for[r].ranks), r)
-    return sorted(sorted(waited_for, key=key)[:SHOWN])
+    ordered = sorted(waited_for, key=key)
+    first = set({place_of(waited_for[r].op): r for r in reversed(ordered)}.values())
+    return sorted(sorted(ordered, key=lambda r: r not in first)[:SHOWN])
 
 
 def _holds(report: Report, op: dict) -> bool:
