@@ -353,7 +353,7 @@ class Simulation:
         return self.costs.message(self.sizes.message)
 
     def _statistics(self) -> float:
-        """Return the seconds in which the ranks sum loss and norm, two fp64."""
+        """Return the seconds of the all-reduce of loss and norm, which are two fp64 numbers."""
         mesh = self.costs.prices.mesh
         return self.costs.prices.collective("+".join(mesh.order), "all_reduce", 16)
 

@@ -198,7 +198,7 @@ class UpdateBiases:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Launch the largest of all ranks' signals, and the copy of the step's numbers to the host."""
+    """Launch the maximum over all ranks' signals, and the copy of the step's numbers to the host."""
 
 
 Op = (

@@ -128,8 +128,11 @@ def _causes(waits: Collection[Wait], reports: Mapping[int, Report], spec: MeshSp
 
 
 def _most_direct(waited_for: Mapping[int, Wait], reports: Mapping[int, Report]) -> list[int]:
-    """Return some of the waiting ranks, in rank order: first those that wait for few ranks, one of which waits for
-    nobody. The others wait for these. Of many that wait for one operation, the first one is enough."""
+    """Return some of the waiting ranks, in rank order.
+
+    Ranks that wait for a cause of the hang come before ranks that only wait for other waiting ranks. Among them, ranks
+    that wait for few others come first. If many ranks wait for one operation, the first of them is chosen.
+    """
     is_end = lambda r: r not in reports or not reports[r].operations
     key = lambda r: (not any(map(is_end, waited_for[r].ranks)), len(waited_for[r].ranks), r)
     ordered = sorted(waited_for, key=key)

@@ -93,11 +93,11 @@ class Report:
         return replace(self, last=[], members=members, stack=shown_frames(self.stack))
 
     def with_records(self, records: Any) -> "Report":
-        """Return the report with records that the rank has sent later. Whatever is no list of records is left out."""
+        """Return the report with records that the rank has sent later. Ignore everything that is not a record."""
         return replace(self, last=[r for r in records if is_record(r)] if isinstance(records, list) else [])
 
     def near(self, places: Collection[Place]) -> list[dict[str, Any]]:
-        """Return the last records of these operations and of those shortly before them."""
+        """Return the records of these operations, and of the operations shortly before each of them."""
         newest = {channel: max(n for c, n in places if c == channel) for channel, _ in places}
         return [r for r in self.last if r["channel"] in newest and -NEAR < r["number"] - newest[r["channel"]] <= 0]
 

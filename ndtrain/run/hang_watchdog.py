@@ -223,7 +223,7 @@ def _records_of(rank: int) -> str:
 
 
 def _places(value: Any) -> list[Place]:
-    """Return the operations in a message. Whatever is no operation is left out."""
+    """Return the operations in a message. Ignore everything that is not an operation."""
     pairs = value if isinstance(value, list) else []
     return [(pair[0], pair[1]) for pair in pairs if isinstance(pair, list) and list(map(type, pair)) == [str, int]]
 
