@@ -54,7 +54,8 @@ def pods(tmp_path, request) -> Iterator[Pods]:
 
 
 def test_two_pods_train_one_run_to_its_end(pods):
-    assert [code for code, _ in pods.ended()] == [0, 0]
+    ended = pods.ended()
+    assert [code for code, _ in ended] == [0, 0], ended
     assert len(rows(pods.folder)) == 10 and exit_status.read(pods.folder).why == "finished"
     assert "secret" not in "".join(p.read_text(errors="replace") for p in pods.folder.rglob("*.out"))
 
