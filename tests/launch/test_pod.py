@@ -13,9 +13,9 @@ import yaml
 
 from ndtrain.run import exit_status
 from tests.islands.runs import free_port
+from tests.launch.test_launch import ENV, SCRIPTS
 from tests.lib.helpers import arguments, reset_signals, rows, wait_for, write_corpus
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "launch"
 SCRIPT = SCRIPTS / "pod.sh"
 JOBSET, TRAINJOB = (SCRIPTS / "kubernetes" / f"{kind}.yaml" for kind in ("jobset", "trainjob"))
 SKYPILOT = SCRIPTS / "skypilot.yaml"
@@ -29,7 +29,7 @@ class Pods:
         self.folder, corpus = tmp_path / "run", write_corpus(tmp_path / "corpus.txt")
         args = arguments(self.folder, corpus, "mesh.fsdp=2", *more)
         common = {"NODES": "2", "ENDPOINT": f"127.0.0.1:{free_port()}", "RUN_ID": "job", "NPROC": "1"}
-        common |= {"NDTRAIN_TOKEN": "a secret of the test", "OMP_NUM_THREADS": "1"}
+        common |= {"NDTRAIN_TOKEN": "a secret of the test"} | ENV
         self.hosts = [
             subprocess.Popen(
                 [str(SCRIPT), *args], cwd=tmp_path, env=os.environ | common | {"JOB_COMPLETION_INDEX": str(node)},
