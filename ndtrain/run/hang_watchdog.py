@@ -113,6 +113,8 @@ class HangWatchdog:
             messages = self._meeting.messages
             while not self._closed.wait(self._pause):
                 caller = messages.read(CALLED)
+                if caller == self.rank:  # this rank ends already
+                    return
                 if isinstance(caller, int) and 0 <= caller < self.spec.world_size:
                     self._caller = caller
                     self._called.set()

@@ -250,8 +250,8 @@ def test_rank_whose_connection_is_in_use_opens_another_one(watchdog, monkeypatch
     assert isinstance(watchdog._answering(), Signed)
 
 
-@pytest.mark.parametrize(("token", "caller"), [("guess", 3), ("secret", 4), ("secret", "3")])
-def test_unsigned_alert_is_ignored(watchdog, token, caller):
+@pytest.mark.parametrize(("token", "caller"), [("guess", 3), ("secret", 4), ("secret", "3"), ("secret", 0)])
+def test_alert_is_ignored_unless_another_rank_has_signed_it(watchdog, token, caller):
     SignedStore(watchdog.store, "attempt", token).put(CALLED, caller)
     assert not watchdog.ended.wait(0.3)
 
