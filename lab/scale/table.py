@@ -6,7 +6,7 @@ CPU time.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -21,8 +21,10 @@ import torch.distributed as dist
 from lab.islands.figures import rounded
 from lab.islands.options import OutOptions
 from ndtrain.arguments import option
-from ndtrain.checkpoint.elements import parts_of, plans_of, slices_of
-from ndtrain.checkpoint.saving import _owned
+from ndtrain.checkpoint.elements import BLOCK, described_of, parts_of, slices_of
+from ndtrain.checkpoint.layouts import Owned, owned_of
+from ndtrain.checkpoint.pieces import STEMS
+from ndtrain.checkpoint.safetensors_io import plan_files
 from ndtrain.config import Config, ConfigError
 from ndtrain.measure.results import save
 from ndtrain.mesh.mesh import Mesh, MeshSpec
@@ -37,6 +39,7 @@ from ndtrain.run.hang_report import Report
 from tests.scale.hung_cluster import Cluster
 
 _TP = 8
+_RANKS_OF_A_HOST = 8
 _SAMPLE = 24  # ranks whose files are counted
 
 
@@ -119,6 +122,8 @@ def _of_checkpoint(cfg: Config, ranks: int) -> dict[str, Any]:
     own = sorted(Random(1).sample(range(ranks), min(ranks, _SAMPLE)))
     found = [_of_rank(cfg, rank, lambda stages: _files_of(cfg, stages)) for rank in own]
     sizes = sorted(size for one in found for size in one["writes"])
+    packed = sorted(size for one in found for size in one["packed"])
+    hosts = -(-ranks // _RANKS_OF_A_HOST)
     return {
         "files": found[0]["files"],
         "files_written": max(len(one["written"]) for one in found),
@@ -127,26 +132,45 @@ def _of_checkpoint(cfg: Config, ranks: int) -> dict[str, Any]:
         "writes": max(len(one["writes"]) for one in found),
         "smallest_write": sizes[0],
         "median_write": median(sizes),
+        "host_files": hosts * len(STEMS),
+        "host_writers_of_a_file": min(ranks, _RANKS_OF_A_HOST),
+        "host_writes": max(len(one["packed"]) for one in found),
+        "host_smallest_write": packed[0],
+        "host_median_write": median(packed),
     }
 
 
 def _files_of(cfg: Config, stages: Stages) -> dict[str, Any]:
-    plans = plans_of(stages, cfg.checkpoint.max_file_bytes)
-    where = {name: file.name for files in plans.values() for file in files for name in file.offsets}
-    owned = list(_owned(stages, plans, writes_biases=False))
+    plans = [plan_files(s, d, cfg.checkpoint.max_file_bytes) for s, d in described_of(stages).items()]
+    where = {name: file.name for files in plans for file in files for name in file.offsets}
+    owned = list(owned_of(stages, writes_biases=False))
     read = {
         where[part.prefix + held.tensor]
         for parts in parts_of(stages.units.plan).values()
         for part in parts
         for held in slices_of(stages, part, owned_only=False)
     }
-    writes = [o.rows.length * x.element_size() for o, x in owned for _ in range(o.rows.number)]
+    writes = [o.rows.length * o.values.element_size() for o in owned for _ in range(o.rows.number)]
     return {
         "files": len(set(where.values())),
-        "written": {o.file.name for o, _ in owned},
+        "written": {where[o.name] for o in owned},
         "read": read,
         "writes": writes,
+        "packed": [size for part in parts_of(stages.units.plan) for size in _packed(part, owned)],
     }
+
+
+def _packed(stem: str, owned: Sequence[Owned]) -> Iterator[int]:
+    """Yield the bytes of each write of a rank into the file of its host: blocks that follow one another are joined."""
+    waiting = 0
+    for o in owned:
+        item = o.values.element_size()
+        for block in o.rows.chunks(BLOCK // item) if o.stem == stem else ():
+            if waiting + block.numel * item > BLOCK:
+                yield waiting
+                waiting = 0
+            waiting += block.numel * item
+    yield waiting
 
 
 _HANG = ("report_bytes", "hang_read_s", "hang_diagnose_s")

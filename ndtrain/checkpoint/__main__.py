@@ -8,6 +8,8 @@
   cast CKPT dtype=bf16 out=FOLDER
                                  the weights in another precision, as a Hugging Face folder
 
+  merge CKPT FOLDER              a checkpoint of checkpoint.layout=host, in the default layout
+
 A CHECKPOINT is a folder step-*, or a run folder (its newest checkpoint). diff, average and cast also accept Hugging
 Face folders. Start a run from their output with init_from=FOLDER. Keys of average and cast:
 
@@ -23,6 +25,7 @@ from ndtrain.arguments import ArgumentError, help_lines, one_of, option, parse, 
 from ndtrain.checkpoint.comparing import Difference, diff
 from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.checkpoint.elements import CheckpointError
+from ndtrain.checkpoint.merging import merge
 from ndtrain.checkpoint.rewriting import average
 from ndtrain.checkpoint.safetensors_io import DamagedFile
 from ndtrain.checkpoint.verifying import SHORT, Listed, checkpoints_of, describe, verify
@@ -215,9 +218,22 @@ def _rewrite(paths: Sequence[Path], o: Options, what: str) -> int:
     return 0
 
 
+# -------------------------------------------------------------------------------------------------------------- merge
+
+
+def merge_command(paths: Sequence[Path], options: Sequence[str]) -> int:
+    """Merge the files of the hosts."""
+    _no_options(options)
+    _need(paths, "merge takes a checkpoint and the folder to create", 2, 2)
+    source, out = one_checkpoint(paths[0]), paths[1].expanduser()
+    size = merge(source, out)
+    print(f"{out}: {source} in the layout shared, {size_text(size)}")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[Path], Sequence[str]], int]] = {
     "list": list_command, "verify": verify_command, "diff": diff_command, "average": average_command,
-    "cast": cast_command,
+    "cast": cast_command, "merge": merge_command,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from ndtrain.checkpoint.directory import read_state
-from ndtrain.checkpoint.pretrained import open_weights, weight_files
-from ndtrain.checkpoint.safetensors_io import Reader, bytes_of
+from ndtrain.checkpoint.pieces import open_tensors
+from ndtrain.checkpoint.pretrained import open_weights
+from ndtrain.checkpoint.safetensors_io import bytes_of
+from ndtrain.checkpoint.safetensors_reader import Reader
 from ndtrain.checkpoint.verifying import blocks, short
 from ndtrain.config.json_file import read_object
 
@@ -71,10 +73,10 @@ def diff(a: Path, b: Path) -> Difference:
 
 def _readers(a: Path, b: Path) -> Iterator[tuple[Reader, Reader]]:
     """Yield readers of the weights. If both folders have optimizer state, yield its readers next."""
-    yield open_weights(weight_files(a)), open_weights(weight_files(b))
-    optimizers = [sorted(path.glob("optimizer*.safetensors")) for path in (a, b)]
-    if all(optimizers):
-        yield Reader(optimizers[0]), Reader(optimizers[1])
+    yield open_weights(a), open_weights(b)
+    of_a, of_b = (open_tensors(path, "optimizer") for path in (a, b))
+    if of_a.names() and of_b.names():
+        yield of_a, of_b
 
 
 def _compare(result: Difference, a: Reader, b: Reader) -> None:

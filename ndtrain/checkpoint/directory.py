@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoint, State, damaged, digest, sha256
-from ndtrain.checkpoint.safetensors_io import read_header
+from ndtrain.checkpoint.safetensors_reader import read_header
 from ndtrain.config import ModelConfig
 from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.model.families import family_of

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.checkpoint.checksum import checksum
-from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, Reader, plan_files
+from ndtrain.checkpoint.safetensors_io import DamagedFile, Described
+from ndtrain.checkpoint.safetensors_reader import Reader
 from ndtrain.config import ConfigError, ModelConfig
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
@@ -174,26 +175,18 @@ def shard_rows(stages: Stages, owned_only: bool) -> Iterator[tuple[Unit, str, in
                 yield unit, tensor.name, held.at + first - start, held.rows
 
 
-def plans_of(stages: Stages, max_file_bytes: int) -> dict[str, list[PlannedFile]]:
-    """Return the files of a checkpoint, by stem. They are the same on every mesh.
-
-    Args:
-        max_file_bytes: the most that a file may have, as in `CheckpointConfig`.
-    """
+def described_of(stages: Stages) -> dict[str, Described]:
+    """Return the tensors of a checkpoint, by stem of their files: name -> shape, dtype. They are the same on every
+    mesh."""
     shapes = {name: stages.layouts[name].shape for name in stages.layouts.names()}
-    plans = {}
+    described: dict[str, Described] = {}
     for stem, parts in parts_of(stages.units.plan).items():
         shape_of = lambda part, shape: part.spec.shape_of(shape) if part.spec else shape
-        described = {p.prefix + name: (shape_of(p, shape), p.dtype) for p in parts for name, shape in shapes.items()}
-        described |= {name: (tuple(b.shape), BIAS) for name, b in biases_of(stages, stem).items()}
-        if described:
-            plans[stem] = plan_files(stem, described, max_file_bytes)
-    return plans
-
-
-def names(plans: dict[str, list[PlannedFile]]) -> list[str]:
-    """Return the names of all tensors of all files, in the order of the checksums."""
-    return [name for files in plans.values() for f in files for name in f.offsets]
+        of_stem = {p.prefix + name: (shape_of(p, shape), p.dtype) for p in parts for name, shape in shapes.items()}
+        of_stem |= {name: (tuple(b.shape), BIAS) for name, b in biases_of(stages, stem).items()}
+        if of_stem:
+            described[stem] = of_stem
+    return described
 
 
 # ----------------------------------------------------------------------------------------------------------- reading

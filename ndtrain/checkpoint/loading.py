@@ -19,7 +19,7 @@ from ndtrain.checkpoint.elements import (
     read_into,
     together,
 )
-from ndtrain.checkpoint.safetensors_io import Reader
+from ndtrain.checkpoint.pieces import open_tensors
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.parallel.build import Stages
 
@@ -86,7 +86,7 @@ def _read(path: Path, stages: Stages, mesh: Mesh, parts, written: list[str]) -> 
 
     def read() -> None:
         for stem, of_stem in parts.items():
-            reader = Reader.of_stem(path, stem)
+            reader = open_tensors(path, stem)
             read_into(stages, reader, of_stem, sums, rows)
             read_biases(stages, reader, stem, sums, rows)
 

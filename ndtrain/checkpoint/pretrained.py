@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ndtrain.checkpoint.directory import list_checkpoints, read_state
 from ndtrain.checkpoint.elements import CheckpointError, model_part, read_into, together
-from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, reading, weight_map
+from ndtrain.checkpoint.pieces import host_file, index_file, is_in_pieces, open_tensors
+from ndtrain.checkpoint.safetensors_io import DamagedFile
+from ndtrain.checkpoint.safetensors_reader import Reader, reading, weight_map
 from ndtrain.config import ModelConfig
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
@@ -74,7 +76,7 @@ def read_model(folder: Path) -> ModelConfig:
     """
     m = from_hf(read_hf_config(folder), name=folder.name)
     with naming(folder):
-        held = _number_of_tensors(weight_files(folder))
+        held = _number_of_tensors(folder)
         if m.num_hidden_layers > held:
             raise DamagedFile(_too_few(f"num_hidden_layers={m.num_hidden_layers}", held))
         if len(m.mlp_only_layers) > m.num_hidden_layers:
@@ -91,9 +93,12 @@ def _too_few(what: str, held: int) -> str:
     return f"{what} in config.json do not fit the model files, which contain {held} tensors"
 
 
-def _number_of_tensors(files: list[Path]) -> int:
+def _number_of_tensors(folder: Path) -> int:
     """Count the tensors in the index, or in the header if there is one file. Other headers are not read."""
-    return len(Reader(files).names() if files[0].name == _ONE else _weight_map(files[0].parent))
+    if is_in_pieces(folder, "model"):
+        return len(open_tensors(folder, "model").names())
+    files = weight_files(folder)
+    return len(Reader(files).names() if files[0].name == _ONE else _weight_map(folder))
 
 
 @contextmanager
@@ -124,10 +129,10 @@ def check_folder(folder: Path, m: ModelConfig) -> list[str]:
             missing, has no place in the model, or has another shape. The message is one line that names it.
     """
     with naming(folder):
-        files = weight_files(folder)
-        if files[0].name != _ONE:
+        files = [] if is_in_pieces(folder, "model") else weight_files(folder)
+        if files and files[0].name != _ONE:
             _check_index(folder, Reader(files))
-        _check_tensors(open_weights(files), m)
+        _check_tensors(open_weights(folder), m)
     strange = unknown_fields(read_hf_config(folder))
     return [f"init_from={folder}: ignored fields of config.json: {', '.join(strange)}"] if strange else []
 
@@ -146,7 +151,7 @@ def load_weights(folder: Path, stages: Stages, mesh: Mesh, origins: Mapping[str,
     """
 
     def read() -> None:
-        reader, renamed = open_weights(weight_files(folder)), origins or {}
+        reader, renamed = open_weights(folder), origins or {}
         reader.name_also({name: origin for name, origin in renamed.items() if origin is not None})
         left = {name for name, origin in renamed.items() if origin is None}
         read_into(stages, reader, [model_part(stages.units.plan)], left=left, finite=True)
@@ -168,8 +173,8 @@ def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
         DamagedFile: as `Reader`, or a bias is not a finite number.
     """
     readers = {
-        "model": open_weights(weight_files(folder)),
-        "optimizer": Reader.of_stem(folder, "optimizer"),
+        "model": open_weights(folder),
+        "optimizer": open_tensors(folder, "optimizer"),
     }
     names = bias_names(m)
     biases_LX = torch.zeros(len(names), m.num_experts or 0)
@@ -183,12 +188,15 @@ def selection_biases(folder: Path, m: ModelConfig) -> Tensor:
     return biases_LX
 
 
-def open_weights(files: list[Path]) -> Reader:
-    """Open weight files for reading, under the names of the whole language model.
+def open_weights(folder: Path) -> Reader:
+    """Open the weights of a folder for reading, under the names of the whole language model.
 
     Raises:
-        DamagedFile: as `Reader`.
+        DamagedFile: as `Reader` and `weight_files`.
     """
+    if is_in_pieces(folder, "model"):
+        return open_tensors(folder, "model")
+    files = weight_files(folder)
     reader = Reader(files)
     if _EMBED in reader and _MODEL + _EMBED not in reader:
         return Reader(files, lambda name: name if name == _HEAD else _MODEL + name)
@@ -241,6 +249,8 @@ def _without_weights(folder: Path) -> str:
             f"holds only pickled weights ({pickled[0]}), which are never loaded: convert them to safetensors "
             "with from_pretrained and save_pretrained of transformers"
         )
+    if (folder / host_file("model", 0)).exists():
+        return f"holds files of hosts, but {index_file('model')}, which finds the tensors in them, is missing"
     return f"holds neither {_ONE} nor {_INDEX}: name a folder with a model's weights"
 
 

@@ -16,17 +16,10 @@ from torch import Tensor
 
 from ndtrain.checkpoint.companions import read_companions
 from ndtrain.checkpoint.elements import AVERAGE, CheckpointError
-from ndtrain.checkpoint.pretrained import open_weights, weight_files
-from ndtrain.checkpoint.safetensors_io import (
-    DamagedFile,
-    Described,
-    PlannedFile,
-    Reader,
-    create,
-    index_json,
-    plan_files,
-    write,
-)
+from ndtrain.checkpoint.pieces import open_tensors
+from ndtrain.checkpoint.pretrained import open_weights
+from ndtrain.checkpoint.safetensors_io import DamagedFile, Described, PlannedFile, create, index_json, plan_files, write
+from ndtrain.checkpoint.safetensors_reader import Reader
 from ndtrain.checkpoint.verifying import blocks
 from ndtrain.config import CheckpointConfig
 from ndtrain.config.json_file import read_object
@@ -107,7 +100,7 @@ def _open(path: Path, ema: bool) -> _Source:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
     try:
-        weights, beside = open_weights(weight_files(path)), Reader.of_stem(path, "optimizer")
+        weights, beside = open_weights(path), open_tensors(path, "optimizer")
         biases = {name: beside for name in beside.names() if is_selection_bias(name)}
         model = {name: weights for name in weights.names() if not ema or is_selection_bias(name)}
         if ema:

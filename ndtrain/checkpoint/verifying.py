@@ -12,7 +12,9 @@ from torch import Tensor
 from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.directory import file_problems, list_checkpoints, read_state
 from ndtrain.checkpoint.elements import AHEAD, BLOCK, CheckpointError, DamagedCheckpoint
-from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader
+from ndtrain.checkpoint.pieces import STEMS, index_file, is_in_pieces, open_tensors
+from ndtrain.checkpoint.safetensors_io import DamagedFile
+from ndtrain.checkpoint.safetensors_reader import Reader
 from ndtrain.mesh.row_map import Rows
 
 _ASIDE = {".writing-step-*": "half written", ".removing-step-*": "half removed", "superseded-step-*": "superseded"}
@@ -82,8 +84,8 @@ def parts_in(path: Path) -> dict[str, str]:
     """Return the kinds of tensors in a checkpoint -> dtype of their first tensor. Empty if a header is damaged."""
     kinds: dict[str, str] = {}
     try:
-        for stem in ("model", "optimizer"):
-            reader = Reader.of_stem(path, stem)
+        for stem in STEMS:
+            reader = open_tensors(path, stem)
             for name in reader.names():
                 kinds.setdefault("weights" if stem == "model" else name.partition(".")[0], short(reader.dtype(name)))
     except (DamagedFile, OSError):
@@ -113,16 +115,21 @@ def verify(path: Path) -> dict[str, str]:
     except DamagedCheckpoint as error:
         return {"state.json": str(error)}
     problems = dict.fromkeys((*body["files"], *body["sha256"], "state.json"), "") | dict(file_problems(path, body))
-    for name in body["files"]:
-        if not problems[name]:
-            problems[name] = _problem_of_elements(path / name, body["checksums"])
+    in_pieces = {index_file(stem): stem for stem in STEMS if is_in_pieces(path, stem)}
+    for name in in_pieces or body["files"]:
+        if not problems.get(name):
+            problems[name] = _problem_of_elements(path, name, in_pieces.get(name), body["checksums"])
     return problems
 
 
-def _problem_of_elements(file: Path, checksums: dict[str, list[str]]) -> str:
-    """Return what is wrong with the elements of a file's tensors, or an empty string."""
+def _problem_of_elements(path: Path, name: str, stem: str | None, checksums: dict[str, list[str]]) -> str:
+    """Return what is wrong with the elements of the tensors in a file, or an empty string.
+
+    Args:
+        stem: the file is the index of this stem, and the tensors are in the files of the hosts. None: it holds them.
+    """
     try:
-        bad = bad_tensors(Reader([file]), checksums)
+        bad = bad_tensors(open_tensors(path, stem) if stem else Reader([path / name]), checksums)
     except DamagedFile as error:
         return str(error)
     return f"the content of {', '.join(bad)} does not match its checksum" if bad else ""

@@ -396,7 +396,12 @@ class CheckpointConfig(Section):
     keep: int = at_least(1, 2)  # number of newest checkpoints to keep
     keep_every: int = at_least(0, 0)  # steps between checkpoints that are kept permanently; 0: no such checkpoints
     async_save: bool = False  # writing in the background, from a copy in host memory
-    max_file_bytes: int = at_least(1, 4 * 2**30)  # maximum size of a safetensors file; larger models have several files
+    # files of a checkpoint. shared: as Hugging Face's tools read them; host: one per host, for many ranks (`ndtrain
+    # checkpoint merge` makes the first from the second)
+    layout: str = choice("shared", "shared", "host")
+    max_file_bytes: int = at_least(
+        1, 4 * 2**30
+    )  # shared: maximum size of a safetensors file; larger models have several
 
 
 @dataclass

@@ -14,7 +14,6 @@ from ndtrain.checkpoint.pretrained import (
     open_weights,
     read_model,
     selection_biases,
-    weight_files,
 )
 from ndtrain.checkpoint.verifying import blocks
 from ndtrain.config import ConfigError
@@ -44,7 +43,7 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | None = N
     with torch.device("meta"):
         model = Transformer(m)
     with naming(folder):
-        reader = open_weights(weight_files(folder))
+        reader = open_weights(folder)
         for name, parameter in list(model.named_parameters()):
             whole = torch.empty(parameter.shape, dtype=dtype or reader.dtype(name), device=device)
             for rows, block in blocks(reader, name):

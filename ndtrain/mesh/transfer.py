@@ -37,7 +37,11 @@ class Copy(NamedTuple):
 
 
 def copies_between(source: Sequence[Held], target: Sequence[Held]) -> list[Copy]:
-    """Return the copies that move the elements of a tensor that both ranks hold, in the order of the whole tensor."""
+    """Return the copies that move the elements of a tensor that both ranks hold, in the order of the whole tensor.
+
+    Raises:
+        ValueError: an element is twice in the source, or in the target.
+    """
     from_start, from_stop, from_at = _pieces(source)
     to_start, to_stop, to_at = _pieces(target)
     if not len(from_start) or not len(to_start):
@@ -60,6 +64,8 @@ def _pieces(held: Sequence[Held]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         found.append(np.stack([start, start + rows.length, at + rows.length * index]))
     pieces = np.concatenate(found, axis=1)
     start, stop, at = pieces[:, np.argsort(pieces[0], kind="stable")]
+    if (start[1:] < stop[:-1]).any():
+        raise ValueError("an element occurs twice")
     return start, stop, at
 
 
@@ -144,7 +150,7 @@ class Transfer:
             for buffer in given[name]:
                 for copy in copies:
                     piece = data[at : at + copy.numel].view(copy.number, copy.length)
-                    piece.copy_(_view(buffer, copy.source, copy.source_stride, copy))
+                    piece.copy_(strided_view(buffer, copy.source, copy.source_stride, copy))
                     at += copy.numel
         return data
 
@@ -170,7 +176,7 @@ class Arriving:
                 for buffer in self._taken[name]:
                     for copy in copies:
                         piece = data[at : at + copy.numel].view(copy.number, copy.length)
-                        _view(buffer, copy.target, copy.target_stride, copy).copy_(piece)
+                        strided_view(buffer, copy.target, copy.target_stride, copy).copy_(piece)
                         at += copy.numel
 
 
@@ -190,7 +196,7 @@ def _check_complete(receives: Sequence[_Message], target: Mapping[str, Sequence[
             raise ValueError(f"{name}: {wanted} elements are needed, but the source has {coming[name]}")
 
 
-def _view(buffer: Tensor, start: int, stride: int, copy: Copy) -> Tensor:
+def strided_view(buffer: Tensor, start: int, stride: int, copy: Copy) -> Tensor:
     """Return the pieces of a copy in a flat buffer as a view [number, length]."""
     size, strides = (copy.number, copy.length), (stride, 1)
     return buffer.as_strided(size, strides, buffer.storage_offset() + start)

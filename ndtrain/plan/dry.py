@@ -191,7 +191,7 @@ def as_text(cfg: Config, hardware: Hardware, planned: Sequence[Planned]) -> str:
         _overview(mesh, hardware, planned),
         "alive at the peak\n" + _by_rank(records, lambda r: {k: si(n, "B") for k, n in sorted(r.at_peak.items())}),
         "collectives per step: count and buffer bytes\n" + _by_rank(records, _traffic),
-        f"a checkpoint: {files} files, {si(size, 'B')}",
+        f"a checkpoint: {files} files{' per host' * (cfg.checkpoint.layout == 'host')}, {si(size, 'B')}",
         *_notes(hardware, planned),
     ]
     return "\n\n".join(parts)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from ndtrain.checkpoint.elements import parts_of, plans_of, slices_of
-from ndtrain.config import Config
+from ndtrain.checkpoint.elements import described_of, parts_of, slices_of
+from ndtrain.checkpoint.safetensors_io import plan_files
+from ndtrain.config import CheckpointConfig, Config
 from ndtrain.data import Batch
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.flight_recorder import CollectiveRecord
@@ -43,7 +44,8 @@ class CheckpointSize:
     """A checkpoint of the run.
 
     Attributes:
-        files, bytes: of the whole checkpoint.
+        files: files with tensors: of the whole checkpoint, or of each host in the layout `host`.
+        bytes: of the whole checkpoint.
         rank_bytes: bytes that this rank writes.
     """
 
@@ -131,7 +133,7 @@ def record_step(
         at_peak=peak.kinds,
         flops=dict(recording.flops),
         traffic=traffic_of([entry.record for entry in journal if entry.group is not None]),
-        checkpoint=checkpoint_size(stages, cfg.checkpoint.max_file_bytes),
+        checkpoint=checkpoint_size(stages, cfg.checkpoint),
         attention=next(iter(stages.models.values())).kernel or "",
         compiled=compiles(cfg.train, cfg.model, mesh.spec, mesh.device),
         seconds=time.perf_counter() - began,
@@ -150,9 +152,10 @@ def traffic_of(collectives: Sequence[CollectiveRecord]) -> tuple[Traffic, ...]:
     return tuple(Traffic(axis, op, counts[axis, op], sizes[axis, op]) for axis, op in sorted(counts))
 
 
-def checkpoint_size(stages: Stages, max_file_bytes: int) -> CheckpointSize:
+def checkpoint_size(stages: Stages, options: CheckpointConfig) -> CheckpointSize:
     """Return the number and bytes of a checkpoint's files, and this rank's share."""
-    files = [f for planned in plans_of(stages, max_file_bytes).values() for f in planned]
+    plans = {stem: plan_files(stem, of, options.max_file_bytes) for stem, of in described_of(stages).items()}
+    files = [file for planned in plans.values() for file in planned]
     parts = [part for of_stem in parts_of(stages.units.plan).values() for part in of_stem]
     own = sum(s.rows.numel * part.dtype.itemsize for part in parts for s in slices_of(stages, part, owned_only=True))
-    return CheckpointSize(len(files), sum(f.size for f in files), own)
+    return CheckpointSize(len(plans if options.layout == "host" else files), sum(f.size for f in files), own)

@@ -154,6 +154,7 @@ def cases():
         yield pytest.param(mesh, sources, id="-".join((mesh, "from", *sources)))
 
 
+@pytest.mark.full  # the default sample reads files of hosts: test_layout_host.py
 @pytest.mark.parametrize(("mesh", "sources"), list(cases()))
 def test_resume_on_any_mesh_from_any_other_is_same_run(mesh, sources, written, straight, tmp_path):
     """The processes of the ranks resume from all the sources, one after the other."""

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ndtrain import checkpoint
-from ndtrain.checkpoint import State, elements, pretrained, saving
+from ndtrain.checkpoint import State, elements, layouts, pretrained
 from ndtrain.checkpoint.rewriting import average
 from ndtrain.engine.generate import load_model
 from tests.checkpoint.test_checkpoint_matrix import SAVED, check, ranks_of, resume, write
@@ -140,7 +140,7 @@ def test_average_keeps_selection_biases(family, ema, tmp_path):
 
 def test_load_without_saved_biases_sets_zeros(tmp_path):
     none = lambda stages, stem: {}
-    with patch.object(elements, "biases_of", none), patch.object(saving, "biases_of", none):
+    with patch.object(elements, "biases_of", none), patch.object(layouts, "biases_of", none):
         run, path, biases_LX = saved_biases(tmp_path)
     assert biases_LX.any()
     checkpoint.load(path, run.stages, run.mesh)

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ndtrain.checkpoint import safetensors_io
+from ndtrain.checkpoint import safetensors_reader
 from ndtrain.checkpoint.checksum import checksum
-from ndtrain.checkpoint.safetensors_io import DamagedFile, Reader, Rows, create, plan_files, write
+from ndtrain.checkpoint.safetensors_io import DamagedFile, Rows, create, plan_files, write
+from ndtrain.checkpoint.safetensors_reader import Reader
 
 A, B = torch.arange(6, dtype=torch.float32).view(2, 3), torch.arange(4, dtype=torch.float64) + 100
 HEADER = {
@@ -183,7 +184,7 @@ def test_rows_written_read_and_divided(block, most, dtype, tmp_path_factory):
     expected[indices(rows)] = data
     assert torch.equal(safetensors.torch.load_file(path)["x"], expected)
     for gap, span in ((64 << 10, 1 << 20), (0, 1 << 20), (64 << 10, 64)):  # with the gaps, and piece by piece
-        with mock.patch.object(safetensors_io, "_GAP", gap), mock.patch.object(safetensors_io, "_SPAN", span):
+        with mock.patch.object(safetensors_reader, "_GAP", gap), mock.patch.object(safetensors_reader, "_SPAN", span):
             reader = Reader([path])
             reader.expect("x", rows)
             assert torch.equal(reader.read("x", rows), data)
@@ -301,7 +302,7 @@ def of_three_files(folder: Path, **lies: str) -> Path:
 
 
 def test_reader_of_an_index_opens_only_files_that_it_needs(tmp_path):
-    with mock.patch.object(safetensors_io, "read_header", wraps=safetensors_io.read_header) as opened:
+    with mock.patch.object(safetensors_reader, "read_header", wraps=safetensors_reader.read_header) as opened:
         reader = Reader.of_stem(of_three_files(tmp_path), "model")
         assert sorted(reader.names()) == ["a", "b", "c"] and "b" in reader and "d" not in reader
         assert not opened.called

@@ -273,14 +273,14 @@ def killed(folder: str, when: str) -> tuple[list[str], list[str]]:
 def hang_in_a_save(saver: Saver, when: str) -> None:
     name = {
         "before the tensors": "_write_owned",
-        "before state.json": "_write_json",
+        "before state.json": "write_json",
         "before the name": "flush_to_disk",
     }[when]
     call = getattr(saving, name)
 
     def hang(*args):
         folder = Path(args[0]) if Path(args[0]).is_dir() else Path(args[0]).parent
-        last = name != "_write_json" or args[0].name == "state.json"
+        last = name != "write_json" or args[0].name == "state.json"
         if last and folder.name.startswith(".writing"):
             (folder / "hangs").touch()
             time.sleep(60)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ndtrain import checkpoint
-from ndtrain.checkpoint.safetensors_io import Reader
+from ndtrain.checkpoint.safetensors_reader import Reader
 from ndtrain.checkpoint.upcycling import dense_origins
 from ndtrain.config import Config, ConfigError, load_config, resolve, world_from_env
 from ndtrain.engine.setup import model_of_folder

@@ -55,7 +55,7 @@ def test_checkpoint_bytes_equal_file_sizes():
     cfg = planned(("recipe=llama_debug", "mesh.tp=2", "mesh.fsdp=4", "optim.ema=0.99", "train.compile=false"), 1)
     spec = MeshSpec.of(cfg.mesh)
     with pretended_world(0, spec.world_size, "cuda"):
-        files = checkpoint_size(build_stages(cfg, Mesh(spec, 0, torch.device("meta"))), cfg.checkpoint.max_file_bytes)
+        files = checkpoint_size(build_stages(cfg, Mesh(spec, 0, torch.device("meta"))), cfg.checkpoint)
     headers = 0.02
     assert files.bytes == pytest.approx(checkpoint_bytes(cfg.model, state_plan(cfg)), rel=headers)
 

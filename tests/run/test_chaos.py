@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ndtrain.checkpoint import list_checkpoints
+from ndtrain.checkpoint.merging import merge
 from ndtrain.run import exit_status
 from ndtrain.train import main
 from tests.lib.chaos import Supervisor
@@ -44,11 +45,13 @@ AWAY = [
     HOME, (1, []), (2, ["mesh.tp=2"]), (2, ["mesh.cp=2"]), (2, ["mesh.pp=2"]), (2, ["mesh.dp=2"]),
     (4, ["mesh.fsdp=2", "mesh.tp=2"]), (4, ["mesh.pp=2", "mesh.dp=2", "schedule=zb_h1"]),
 ]  # fmt: skip
-# 20 runs of ten kills: (seed, meshes, precision, whether saves are asynchronous)
+# 20 runs of ten kills in each layout: (seed, meshes, precision, whether saves are asynchronous, layout)
 KINDS = ("step", "save", "save", "cut", "flip", "disk")
 RUNS = [
-    (seed, [HOME] if seed % 2 else AWAY, FP32 if seed % 4 < 2 else FP64, seed % 3 == 0) for seed in range(20)
-]  # fmt: skip
+    (seed, [HOME] if seed % 2 else AWAY, FP32 if seed % 4 < 2 else FP64, seed % 3 == 0, layout)
+    for layout, seeds in (("shared", range(20)), ("host", range(20, 40)))
+    for seed in seeds
+]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +86,11 @@ def disk(tmp_path):
         subprocess.run(["umount", "-l", str(place)], capture_output=True)
 
 
-def inject_faults(seed, meshes, precision, asynchronous, kills, tmp_path, corpus, undisturbed, disk) -> Supervisor:
-    plan = [*PLAN, *precision, f"checkpoint.async_save={str(asynchronous).lower()}"]
+def inject_faults(
+    seed, meshes, precision, asynchronous, layout, kills, tmp_path, corpus, undisturbed, disk
+) -> Supervisor:
+    saves = [f"checkpoint.async_save={str(asynchronous).lower()}", f"checkpoint.layout={layout}"]
+    plan = [*PLAN, *precision, *saves]
     folder = tmp_path / "run"
     kinds = [k for k in KINDS if k != "disk" or disk]
     args = arguments(folder, corpus, *plan)
@@ -93,6 +99,9 @@ def inject_faults(seed, meshes, precision, asynchronous, kills, tmp_path, corpus
     assert not report.lost, f"checkpoints lost: {report.lost}"
     reference = undisturbed(precision)
     last, want = checkpoint_of(folder, STEPS), checkpoint_of(reference, STEPS)
+    if layout == "host":
+        merge(last, tmp_path / "merged")
+        last = tmp_path / "merged"
     assert [r["step"] for r in rows(folder)] == list(range(1, STEPS + 1))
     if len(meshes) == 1:
         assert tensor_bytes(last) == tensor_bytes(want)
@@ -111,20 +120,23 @@ def compare(checkpoint: Path, reference: Path, bound: float) -> None:
         assert all(np.isfinite(v) for v in off.values())
 
 
-@pytest.mark.parametrize(("seed", "meshes", "precision", "asynchronous"), RUNS, ids=[f"seed{s[0]}" for s in RUNS])
+@pytest.mark.parametrize(
+    ("seed", "meshes", "precision", "asynchronous", "layout"), RUNS, ids=[f"{r[4]}-seed{r[0]}" for r in RUNS]
+)
 @pytest.mark.full
 def test_run_with_ten_faults_ends_like_undisturbed(
-    seed, meshes, precision, asynchronous, tmp_path, corpus, undisturbed, disk, request
+    seed, meshes, precision, asynchronous, layout, tmp_path, corpus, undisturbed, disk, request
 ):
-    """With --chaos 20 there are two hundred kills."""
-    if seed >= request.config.getoption("--chaos"):
-        pytest.skip("pytest --full --chaos 20 makes all twenty runs")
-    inject_faults(seed, meshes, precision, asynchronous, 10, tmp_path, corpus, undisturbed, disk)
+    """With --chaos 20 there are two hundred kills in each layout."""
+    if seed % 20 >= request.config.getoption("--chaos"):
+        pytest.skip("pytest --full --chaos 20 makes all forty runs")
+    inject_faults(seed, meshes, precision, asynchronous, layout, 10, tmp_path, corpus, undisturbed, disk)
 
 
 @FULL
-def test_run_with_three_faults_ends_like_undisturbed(tmp_path, corpus, undisturbed, disk):
-    inject_faults(101, AWAY[:5], FP64, True, 3, tmp_path, corpus, undisturbed, disk)
+@pytest.mark.parametrize("layout", ["shared", "host"])
+def test_run_with_three_faults_ends_like_undisturbed(layout, tmp_path, corpus, undisturbed, disk):
+    inject_faults(101, AWAY[:5], FP64, True, layout, 3, tmp_path, corpus, undisturbed, disk)
 
 
 # ------------------------------------------------------------------------------------------------ kills of the launcher

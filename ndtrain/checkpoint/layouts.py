@@ -1,0 +1,225 @@
+"""The layouts of a checkpoint's files: which file holds the elements that a rank writes, and where.
+
+- `shared`: whole tensors, as Hugging Face's tools read them. Many ranks write into one file, each at the positions of
+  its elements.
+- `host`: one file per host. Each rank writes one contiguous part of it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ndtrain.checkpoint.elements import biases_of, described_of, parts_of, slices_of
+from ndtrain.checkpoint.pieces import COLUMNS, host_file, write_index
+from ndtrain.checkpoint.safetensors_io import (
+    DTYPE_NAMES,
+    Described,
+    PlannedFile,
+    create,
+    index_json,
+    plan_file,
+    plan_files,
+)
+from ndtrain.config import CheckpointConfig, world_from_env
+from ndtrain.mesh.mesh import Mesh
+from ndtrain.mesh.row_map import Rows
+from ndtrain.parallel.stages import Stages
+
+
+class Place(NamedTuple):
+    """The place of the elements of a tensor that a rank writes.
+
+    Attributes:
+        name: the tensor.
+        file: the name of the file.
+        offset: the byte in the file at which the tensor begins; if packed, at which these elements begin.
+        rows: their positions in the whole tensor.
+        packed: True: the elements follow one another in the file. False: they are at their positions in the tensor.
+    """
+
+    name: str
+    file: str
+    offset: int
+    rows: Rows
+    packed: bool
+
+    def blocks(self, most: int) -> Iterator[tuple[Rows, Rows]]:
+        """Yield the elements, at most `most` at a time: their positions in the tensor, and those counted from `offset`
+        in the file."""
+        at = 0
+        for rows in self.rows.chunks(most):
+            yield rows, Rows(at, rows.numel) if self.packed else rows
+            at += rows.numel
+
+
+class Owned(NamedTuple):
+    """Elements of a tensor that this rank writes.
+
+    Attributes:
+        stem: stem of the files that hold the tensor.
+        values: 1-D. Training changes them in place.
+    """
+
+    stem: str
+    name: str
+    rows: Rows
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a checkpoint, as one rank sees them.
+
+    Attributes:
+        layout: as in `CheckpointConfig`.
+        described: the tensors of each stem of files.
+        all: on rank 0: the files with tensors, of all ranks.
+        own: those that this rank creates.
+        owned: the elements that this rank writes.
+        places: their places.
+        size: bytes of the tensors, over all ranks.
+        pieces: in the layout `host`, on rank 0: tensor -> its pieces (`pieces.write_index`).
+    """
+
+    layout: str
+    described: dict[str, Described]
+    all: list[PlannedFile]
+    own: list[PlannedFile]
+    owned: list[Owned]
+    places: list[Place]
+    size: int
+    pieces: dict[str, np.ndarray]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors, in the order of their checksums."""
+        return [name for tensors in self.described.values() for name in tensors]
+
+    def create(self, folder: Path) -> None:
+        """Create this rank's files, without their tensors."""
+        for file in self.own:
+            create(folder / file.name, file)
+
+    def write_index(self, folder: Path) -> None:
+        """Write the index of each stem. Called on rank 0."""
+        for stem, described in self.described.items():
+            if self.layout == "host":
+                write_index(folder, stem, described, {name: self.pieces[name] for name in described})
+                continue
+            files = [file for file in self.all if described.keys() & file.offsets.keys()]
+            if len(files) > 1:
+                write_json(folder / f"{stem}.safetensors.index.json", index_json(files))
+
+
+def files_of(stages: Stages, mesh: Mesh, options: CheckpointConfig) -> Files:
+    """Return the files of this run's checkpoints. Call it on every rank."""
+    described, owned = described_of(stages), list(owned_of(stages, writes_biases=mesh.rank == 0))
+    if options.layout == "host":
+        return _per_host(described, owned, mesh)
+    plans = {stem: plan_files(stem, tensors, options.max_file_bytes) for stem, tensors in described.items()}
+    files = [file for planned in plans.values() for file in planned]
+    where = {name: file for file in files for name in file.offsets}
+    places = [Place(o.name, where[o.name].name, where[o.name].offsets[o.name], o.rows, False) for o in owned]
+    ordered = {s: {n: described[s][n] for f in planned for n in f.offsets} for s, planned in plans.items()}
+    mine = files if mesh.rank == 0 else []
+    return Files("shared", ordered, mine, mine, owned, places, sum(file.size for file in files), {})
+
+
+def owned_of(stages: Stages, writes_biases: bool) -> Iterator[Owned]:
+    """Yield the elements that this rank writes, in roughly the order of the files."""
+    for stem, parts in parts_of(stages.units.plan).items():
+        for part in parts:
+            for held in slices_of(stages, part, owned_only=True):
+                yield Owned(stem, part.prefix + held.tensor, held.rows, held.data)
+        for name, bias_X in biases_of(stages, stem).items() if writes_biases else ():
+            yield Owned(stem, name, Rows(0, bias_X.numel()), bias_X)
+
+
+# -------------------------------------------------------------------------------------------------- one file per host
+
+
+class _Kind(NamedTuple):
+    """The elements that go into one tensor of a host's file."""
+
+    stem: str
+    dtype: torch.dtype
+
+
+def _per_host(described: dict[str, Described], owned: Sequence[Owned], mesh: Mesh) -> Files:
+    kinds = sorted({_Kind(stem, dtype) for stem, of in described.items() for _, dtype in of.values()}, key=str)
+    kind_of = {name: _Kind(stem, dtype) for stem, of in described.items() for name, (_, dtype) in of.items()}
+    own = dict.fromkeys(kinds, 0)
+    for o in owned:
+        own[kind_of[o.name]] += o.rows.numel
+    first = mesh.rank - world_from_env()[1]  # torchrun numbers the ranks of a host consecutively
+    table_RK = _of_all_ranks(np.array([[first, *own.values()]], np.int64), mesh)
+    hosts, host_R = np.unique(table_RK[:, 0], return_inverse=True)
+    host = int(host_R[mesh.rank])
+    numel_HK = np.zeros((len(hosts), len(kinds)), np.int64)
+    np.add.at(numel_HK, host_R, table_RK[:, 1:])
+    before_K = table_RK[first : mesh.rank, 1:].sum(axis=0)
+
+    files = _planned(kinds, host, numel_HK[host])
+    at = dict(zip(kinds, before_K.tolist(), strict=True))
+    index = {name: i for i, name in enumerate(kind_of)}
+    places, pieces = [], []
+    for o in owned:
+        kind = kind_of[o.name]
+        file = files[kind.stem]
+        offset = file.offsets[DTYPE_NAMES[kind.dtype]] + at[kind] * kind.dtype.itemsize
+        places.append(Place(o.name, file.name, offset, o.rows, True))
+        pieces.append([index[o.name], host, at[kind], *o.rows])
+        at[kind] += o.rows.numel
+    found = _of_all_ranks(np.array(pieces, np.int64).reshape(-1, 1 + len(COLUMNS)), mesh)
+    planned = (_planned(kinds, h, of_host) for h, of_host in enumerate(numel_HK if mesh.rank == 0 else ()))
+    return Files(
+        "host",
+        described,
+        all=[file for of_host in planned for file in of_host.values()],
+        own=list(files.values()) if mesh.rank == first else [],
+        owned=list(owned),
+        places=places,
+        size=int(numel_HK.sum(axis=0) @ np.array([kind.dtype.itemsize for kind in kinds])),
+        pieces=_by_tensor(found, index) if mesh.rank == 0 else {},
+    )
+
+
+def _planned(kinds: Sequence[_Kind], host: int, numel_K: np.ndarray) -> dict[str, PlannedFile]:
+    """Return a host's files, by stem. There is none for a stem of which the host writes nothing."""
+    tensors: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    for kind, numel in sorted(zip(kinds, numel_K.tolist(), strict=True), key=lambda k: -k[0].dtype.itemsize):
+        if numel:
+            tensors.setdefault(kind.stem, {})[DTYPE_NAMES[kind.dtype]] = ((numel,), kind.dtype)
+    return {stem: plan_file(host_file(stem, host), of_stem) for stem, of_stem in tensors.items()}
+
+
+def _by_tensor(found: np.ndarray, index: dict[str, int]) -> dict[str, np.ndarray]:
+    """Return the pieces of each tensor, by their first position in it."""
+    found = found[np.lexsort((found[:, 1 + COLUMNS.index("start")], found[:, 0]))]
+    ends = np.searchsorted(found[:, 0], np.arange(len(index)), side="right")
+    return dict(zip(index, np.split(found[:, 1:], ends[:-1]), strict=True))
+
+
+def _of_all_ranks(mine: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Return the rows [n, k] of all ranks, one rank after the other. k is the same on all ranks."""
+    if mesh.background is None:
+        return mine
+    counts = torch.zeros(mesh.spec.world_size, dtype=torch.int64)
+    counts[mesh.rank] = len(mine)
+    dist.all_reduce(counts, group=mesh.background)
+    rows = torch.zeros(int(counts.sum()), mine.shape[1], dtype=torch.int64)
+    begin = int(counts[: mesh.rank].sum())
+    rows[begin : begin + len(mine)] = torch.from_numpy(mine)
+    dist.all_reduce(rows, group=mesh.background)
+    return rows.numpy()
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
