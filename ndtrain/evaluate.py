@@ -16,10 +16,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from ndtrain.arguments import ArgumentError, one_of, wants_help
 from ndtrain.config import ConfigError, world_from_env
+from ndtrain.config.store import folder_at
 from ndtrain.engine.evaluate import Result, evaluate
 from ndtrain.run.failure_report import status_of_command
 
@@ -33,13 +33,13 @@ def main(args: Sequence[str]) -> int:
         return 0 if args else 2
     rank, _, _ = world_from_env()
     try:
-        if "=" in args[0] and not Path(args[0]).exists():
+        if "=" in args[0] and not folder_at(args[0]).exists():
             raise ConfigError(
                 f"{args[0]}: the first argument must be a checkpoint: ndtrain evaluate CHECKPOINT [key=value ...]"
             )
         words = [word for word in args[1:] if not word.startswith("split=")]
         splits = [word.removeprefix("split=") for word in args[1:] if word not in words] or [SPLITS[0]]
-        result = evaluate(Path(args[0]).expanduser(), words, one_of("split", splits[-1], SPLITS) == "all")
+        result = evaluate(folder_at(args[0]), words, one_of("split", splits[-1], SPLITS) == "all")
     except (ArgumentError, ConfigError) as error:
         if rank > 0:
             time.sleep(1)  # if this rank ended first, torchrun would end rank 0 before it prints the error

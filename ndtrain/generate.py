@@ -22,6 +22,7 @@ from ndtrain.arguments import ArgumentError, help_lines, near, option, parse, wa
 from ndtrain.checkpoint import list_checkpoints
 from ndtrain.checkpoint.verifying import SHORT
 from ndtrain.config import ConfigError
+from ndtrain.config.store import folder_at
 from ndtrain.engine.generate import end_tokens, generate, load_model
 from ndtrain.model.sampling import next_tokens
 from ndtrain.run.failure_report import status_of_command
@@ -73,7 +74,7 @@ def main(args: Sequence[str]) -> int:
         _refuse_misspelt(texts, keys)
         if not texts:
             raise ArgumentError("the text is missing: ndtrain generate CHECKPOINT 'text' [key=value ...]")
-        return run(Path(args[0]).expanduser(), texts, parse(Options, words))
+        return run(folder_at(args[0]), texts, parse(Options, words))
     except (ArgumentError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -106,7 +107,7 @@ def run(path: Path, texts: Sequence[str], o: Options) -> int:
             f"{folder}: there is no tokenizer.json, so text cannot be tokenised: copy the model's tokenizer.json there"
         )
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = tokenizers.Tokenizer.from_str((folder / "tokenizer.json").read_text())
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"{folder}: tokenizer.json cannot be used: {error}") from error
     if o.device == "cuda" and not torch.cuda.is_available():

@@ -46,6 +46,7 @@ class Options:
 
     ranks: int = option("processes", 1)
     axis: Literal["fsdp", "tp", "dp"] = option("axis along which the ranks shard the state", "fsdp")
+    layout: Literal["shared", "host"] = option("checkpoint.layout; host: a file per rank here", "shared")
     gigabytes: int = option("approximate size of the checkpoint", 1)
     megabytes: int = option("approximate size of the checkpoint, instead of gigabytes", 0)
     rounds: int = option("rounds of saving, loading, writing and reading", 5)
@@ -84,6 +85,7 @@ def config_of(options: Options) -> Config:
     """Return the config of a model whose checkpoint has about the requested number of bytes."""
     sizes = NARROW if options.bytes < 3 * 10**8 else WIDE
     fixed = [*sizes, f"mesh.{options.axis}={options.ranks}", f"train.global_batch={8 * options.ranks}"]
+    fixed += [f"checkpoint.layout={options.layout}"]
     make = lambda layers: resolve(
         load_config([*fixed, f"model.num_hidden_layers={layers}", "checkpoint.keep=99"]), options.ranks
     )
@@ -220,7 +222,8 @@ def drop_from_cache(folder: Path) -> None:
 
 def show(options: Options, result: dict[str, Any]) -> None:
     gigabytes = result["bytes"] / 1e9
-    print(f"checkpoint of {gigabytes:.2f} GB, {options.axis}={options.ranks}, {options.rounds} rounds")
+    sizes = f"{gigabytes:.2f} GB in the layout {options.layout}, {options.axis}={options.ranks}"
+    print(f"checkpoint of {sizes}, {options.rounds} rounds")
     for name, seconds in result["seconds"].items():
         of = quartiles(seconds)
         speed = "" if name in ("stall", "copy") else f"   {gigabytes / of['median']:.2f} GB/s"

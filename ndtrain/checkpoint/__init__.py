@@ -10,9 +10,18 @@ A checkpoint is a folder `step-00000010` with unsharded tensors under Hugging Fa
 
 Every element has one owner, a rank that writes it straight to its position in the file. The folder is written under a
 temporary name, flushed, and published by one rename. A half-written folder therefore never has a checkpoint's name.
+
+With `checkpoint.layout=host` the tensors are in pieces, in files of each host (`pieces`). With `checkpoint.folder` they
+may be in an object store, which has no rename: there state.json is uploaded last.
 """
 
-from ndtrain.checkpoint.directory import candidates, inspect, list_checkpoints, older_checkpoints, set_aside_later
+from ndtrain.checkpoint.directory import (
+    candidates,
+    inspect,
+    list_checkpoints,
+    older_checkpoints,
+    set_aside_later,
+)
 from ndtrain.checkpoint.elements import CheckpointError, DamagedCheckpoint, State, together
 from ndtrain.checkpoint.loading import load
 from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder, read_model

@@ -30,6 +30,7 @@ from ndtrain.checkpoint.rewriting import average
 from ndtrain.checkpoint.safetensors_io import DamagedFile
 from ndtrain.checkpoint.verifying import SHORT, Listed, checkpoints_of, describe, verify
 from ndtrain.config import ConfigError
+from ndtrain.config.store import folder_at, is_address
 
 DTYPES = {name: dtype for dtype, name in SHORT.items()}
 _SHOWN = 20  # lines of a kind that diff prints
@@ -68,7 +69,7 @@ def main(args: Sequence[str]) -> int:
     try:
         command = COMMANDS[one_of("command", args[0], list(COMMANDS))]
         words = [word for word in args[1:] if not _is_option(word)]
-        return command([Path(w) for w in words], [word for word in args[1:] if word not in words])
+        return command([folder_at(w) for w in words], [word for word in args[1:] if word not in words])
     except (ArgumentError, ConfigError, DamagedFile) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -76,7 +77,8 @@ def main(args: Sequence[str]) -> int:
 
 def _is_option(word: str) -> bool:
     """Return True if a word is key=value, and not a folder. The folder of a sweep may have an = in its name too."""
-    return "=" in word and word.partition("=")[0].isidentifier() and not Path(word).exists()
+    key, equals, _ = word.partition("=")
+    return bool(equals) and key.isidentifier() and not is_address(key) and not Path(word).exists()
 
 
 def one_checkpoint(path: Path) -> Path:

@@ -7,21 +7,27 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoint, State, damaged, digest, sha256
 from ndtrain.checkpoint.safetensors_reader import read_header
 from ndtrain.config import ModelConfig
 from ndtrain.config.json_file import JsonError, read_object
+from ndtrain.config.store import StorePath, folder_at, in_store
 from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import to_hf
 
+STATE = "state.json"
 _NAME = re.compile(r"step-[0-9]{8,}")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the published checkpoints in a `checkpoints/` folder, newest first."""
-    named = (p for p in folder.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir())
+    """Return the published checkpoints in a `checkpoints/` folder, newest first.
+
+    In an object store, a checkpoint is published by its state.json.
+    """
+    published = (lambda p: (p / STATE).is_file()) if in_store(folder) else Path.is_dir
+    named = (p for p in folder.glob("step-*") if _NAME.fullmatch(p.name) and published(p))
     return sorted(named, key=_step, reverse=True)
 
 
@@ -29,17 +35,25 @@ def _step(path: Path) -> int:
     return int(path.name[5:])
 
 
-def candidates(resume: str, run_dir: Path) -> list[Path]:
+def candidates(resume: str, folder: Path) -> list[Path]:
     """Return the checkpoints that `resume` may refer to, best first. The list is empty for a fresh start.
 
+    Args:
+        folder: the result of `checkpoint_folder`.
+
     Raises:
-        CheckpointError: `resume` is a path without a checkpoint.
+        CheckpointError: `resume` is a path without a checkpoint, or the object store cannot be reached.
     """
     if resume == "none":
         return []
-    if resume == "auto":
-        return list_checkpoints(run_dir / "checkpoints")
-    path = Path(resume)
+    try:
+        return list_checkpoints(folder) if resume == "auto" else _named(resume)
+    except OSError as error:
+        raise CheckpointError(f"resume={resume}: {error.filename or folder}: {error.strerror or error}") from error
+
+
+def _named(resume: str) -> list[Path]:
+    path = folder_at(resume)
     if (path / "state.json").is_file():
         return [path]
     checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
@@ -90,7 +104,7 @@ def _problem_of_tensors(path: Path, name: str, expected: tuple[int, str]) -> str
 
 
 def _problem_of_content(path: Path, name: str, expected: str) -> str | None:
-    with open(path / name, "rb") as file:
+    with (path / name).open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     return None if actual == expected else f"{name} does not match its checksum"
 
@@ -203,6 +217,10 @@ def set_aside_later(chosen: Path) -> None:
     They belong to an abandoned continuation, or are damaged. No resume uses their new names."""
     for path in list_checkpoints(chosen.parent):
         if _NAME.fullmatch(chosen.name) and _step(path) > _step(chosen):
+            if in_store(path):
+                (path / "superseded.json").write_bytes((path / STATE).read_bytes())
+                (path / STATE).unlink()
+                continue
             aside = path.with_name(f"superseded-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(path, aside)
@@ -221,14 +239,28 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
         if not keep_every or _step(path) % keep_every:
             with suppress(OSError):  # on failure the old checkpoint stays. The new one is already saved
                 remove(path)
+    if in_store(folder):
+        with suppress(OSError):
+            _remove_half_written(folder)
+        return
     for pattern in (".removing-*", ".writing-*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
+def _remove_half_written(folder: Path) -> None:
+    for path in folder.glob("step-*"):
+        if _NAME.fullmatch(path.name) and not any((path / name).is_file() for name in (STATE, "superseded.json")):
+            cast(StorePath, path).remove_all()
+
+
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that a kill in between leaves no incomplete folder under its
-    name."""
+    """Remove a checkpoint. It is renamed first, so that a kill in between leaves no incomplete folder under its name.
+    In an object store, its state.json is removed first."""
+    if in_store(path):
+        (path / STATE).unlink(missing_ok=True)
+        cast(StorePath, path).remove_all()
+        return
     renamed = path.with_name(f".removing-{path.name}")
     shutil.rmtree(renamed, ignore_errors=True)
     os.rename(path, renamed)

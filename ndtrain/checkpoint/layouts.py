@@ -22,7 +22,6 @@ from ndtrain.checkpoint.safetensors_io import (
     DTYPE_NAMES,
     Described,
     PlannedFile,
-    create,
     index_json,
     plan_file,
     plan_files,
@@ -102,11 +101,6 @@ class Files:
         """The names of all tensors, in the order of their checksums."""
         return [name for tensors in self.described.values() for name in tensors]
 
-    def create(self, folder: Path) -> None:
-        """Create this rank's files, without their tensors."""
-        for file in self.own:
-            create(folder / file.name, file)
-
     def write_index(self, folder: Path) -> None:
         """Write the index of each stem. Called on rank 0."""
         for stem, described in self.described.items():
@@ -118,11 +112,15 @@ class Files:
                 write_json(folder / f"{stem}.safetensors.index.json", index_json(files))
 
 
-def files_of(stages: Stages, mesh: Mesh, options: CheckpointConfig) -> Files:
-    """Return the files of this run's checkpoints. Call it on every rank."""
+def files_of(stages: Stages, mesh: Mesh, options: CheckpointConfig, each_rank_alone: bool = False) -> Files:
+    """Return the files of this run's checkpoints. Call it on every rank.
+
+    Args:
+        each_rank_alone: in the layout `host`, whether each rank has files of its own.
+    """
     described, owned = described_of(stages), list(owned_of(stages, writes_biases=mesh.rank == 0))
     if options.layout == "host":
-        return _per_host(described, owned, mesh)
+        return _per_host(described, owned, mesh, mesh.rank if each_rank_alone else mesh.rank - world_from_env()[1])
     plans = {stem: plan_files(stem, tensors, options.max_file_bytes) for stem, tensors in described.items()}
     files = [file for planned in plans.values() for file in planned]
     where = {name: file for file in files for name in file.offsets}
@@ -152,13 +150,17 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
 
 
-def _per_host(described: dict[str, Described], owned: Sequence[Owned], mesh: Mesh) -> Files:
+def _per_host(described: dict[str, Described], owned: Sequence[Owned], mesh: Mesh, first: int) -> Files:
+    """Return the files of hosts.
+
+    Args:
+        first: the first rank of this rank's host, whose ranks are numbered consecutively.
+    """
     kinds = sorted({_Kind(stem, dtype) for stem, of in described.items() for _, dtype in of.values()}, key=str)
     kind_of = {name: _Kind(stem, dtype) for stem, of in described.items() for name, (_, dtype) in of.items()}
     own = dict.fromkeys(kinds, 0)
     for o in owned:
         own[kind_of[o.name]] += o.rows.numel
-    first = mesh.rank - world_from_env()[1]  # torchrun numbers the ranks of a host consecutively
     table_RK = _of_all_ranks(np.array([[first, *own.values()]], np.int64), mesh)
     hosts, host_R = np.unique(table_RK[:, 0], return_inverse=True)
     host = int(host_R[mesh.rank])

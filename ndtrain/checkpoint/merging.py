@@ -86,7 +86,7 @@ def _finish(path: Path, temporary: Path, out: Path, body: dict[str, Any], files:
     """Copy the small files, write state.json and publish the folder."""
     for name in body["sha256"].keys() - {index_file(stem) for stem in STEMS}:
         (temporary / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(path / name, temporary / name)
+        (temporary / name).write_bytes((path / name).read_bytes())
     big = {file.name for file in files}
     names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
     small = [name for name in names if name not in big]

@@ -18,6 +18,7 @@ from ndtrain.checkpoint.pieces import host_file, index_file, is_in_pieces, open_
 from ndtrain.checkpoint.safetensors_io import DamagedFile
 from ndtrain.checkpoint.safetensors_reader import Reader, reading, weight_map
 from ndtrain.config import ModelConfig
+from ndtrain.config.store import folder_at
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
 from ndtrain.model import tensor_shapes
@@ -44,7 +45,7 @@ def model_folder(init_from: str) -> Path:
             or is of another step than its name. If the name may be a model on the Hugging Face hub, the message
             explains how to download it.
     """
-    folder = Path(init_from).expanduser()
+    folder = folder_at(init_from)
     if (folder / "config.json").is_file():
         return folder
     if checkpoints := list_checkpoints(folder / "checkpoints") or list_checkpoints(folder):
@@ -222,7 +223,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in names:
         if not (folder / name).is_file():
             raise DamagedFile(f"{name}, which {_INDEX} names, is missing: download the folder again")
-        with reading(folder / name), open(folder / name, "rb") as f:
+        with reading(folder / name), (folder / name).open("rb") as f:
             if f.read(12) == b"version http":
                 raise DamagedFile(f"{name} is a Git LFS pointer, not the weights: fetch them with git lfs pull")
     return [folder / name for name in names]

@@ -3,9 +3,10 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ndtrain.checkpoint.safetensors_io import DTYPE_NAMES, DamagedFile, bytes_of
 from ndtrain.config.json_file import JsonError, read_object
+from ndtrain.config.store import StorePath, in_store
 from ndtrain.mesh.row_map import Rows
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
@@ -22,7 +24,11 @@ _ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {
     "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 _LONGEST_HEADER = 100_000_000  # bytes: the library's own limit
+_FIRST = 64 << 10  # bytes of an object that are read at first, for the header
 _MOST = 2**63 - 1  # the largest size
+_LONGEST_RANGE = 8 << 20  # bytes of an object that are requested in advance
+_MOST_RANGES = 32  # ranges that are on their way at a time
+_CONNECTIONS = 8  # to an object store, of one rank
 _OPEN = 16  # files that one reader keeps open
 _GAP = 64 << 10  # bytes: a smaller gap between two pieces is read along with them, which is faster than a second call
 _SPAN = 1 << 20  # bytes of pieces and gaps read together: they stay in the cache until the pieces are copied
@@ -145,9 +151,10 @@ class Reader:
 
 
 class ElementReader:
-    """Reads elements of stored tensors with `pread`."""
+    """Reads elements of stored tensors with `pread`, or from an object store."""
 
     def __init__(self) -> None:
+        self._ranges = RangeReader()
         self._files = _OpenFiles()
         self._span: np.ndarray | None = None  # uint8 [_SPAN], allocated at the first use
 
@@ -160,34 +167,76 @@ class ElementReader:
         item = dtype.itemsize
         out = torch.empty(rows.numel, dtype=dtype) if out is None else out
         bytes_NL = bytes_of(out).reshape(rows.number, rows.length * item)
-        fd, begin, step = self._files.open(stored.path), stored.offset + rows.start * item, rows.stride * item
+        begin, step = stored.offset + rows.start * item, rows.stride * item
         if rows.number == 1 or rows.stride == rows.length:
-            _fill(fd, stored.path, memoryview(bytes_NL.reshape(-1)), begin)
+            self._fill(stored.path, memoryview(bytes_NL.reshape(-1)), begin)
         elif step - rows.length * item > _GAP or step > _SPAN:
             for i, piece in enumerate(bytes_NL):
-                _fill(fd, stored.path, memoryview(piece), begin + i * step)
+                self._fill(stored.path, memoryview(piece), begin + i * step)
         else:
-            self._read_with_gaps(fd, stored.path, bytes_NL, begin, step)
+            self._read_with_gaps(stored.path, bytes_NL, begin, step)
         return out
 
-    def _read_with_gaps(self, fd: int, path: Path, bytes_NL: np.ndarray, begin: int, step: int) -> None:
+    def _fill(self, path: Path, view: memoryview, begin: int) -> None:
+        """Fill all of `view` with the bytes of a file, from byte `begin` on."""
+        if in_store(path):
+            self._ranges.fill(cast(StorePath, path), view, begin)
+        else:
+            _fill(self._files.open(path), path, view, begin)
+
+    def _read_with_gaps(self, path: Path, bytes_NL: np.ndarray, begin: int, step: int) -> None:
         """Read N pieces of L bytes, which start `step` bytes apart, together with the gaps between them."""
         if self._span is None:
             self._span = np.empty(_SPAN, np.uint8)
         for i in range(0, len(bytes_NL), _SPAN // step):
             pieces = bytes_NL[i : i + _SPAN // step]
             read = self._span[: (len(pieces) - 1) * step + pieces.shape[1]]
-            _fill(fd, path, memoryview(read), begin + i * step)
+            self._fill(path, memoryview(read), begin + i * step)
             np.copyto(pieces, as_strided(read, pieces.shape, (step, 1)))
 
     def expect(self, stored: Stored, rows: Rows) -> None:
-        """Tell the kernel that these elements will be read soon."""
-        if not hasattr(os, "posix_fadvise"):  # macOS
-            return
+        """Say that these elements will be read soon. They are requested from the kernel or from the object store."""
         item = _ITEM_BYTES[stored.dtype]
-        fd, begin = self._files.open(stored.path), stored.offset + rows.start * item
-        with suppress(OSError):
-            os.posix_fadvise(fd, begin, rows.span * item, os.POSIX_FADV_WILLNEED)
+        begin = stored.offset + rows.start * item
+        if in_store(stored.path):
+            self._ranges.request(cast(StorePath, stored.path), begin, begin + rows.span * item)
+        elif hasattr(os, "posix_fadvise"):  # macOS has none
+            with suppress(OSError):
+                os.posix_fadvise(self._files.open(stored.path), begin, rows.span * item, os.POSIX_FADV_WILLNEED)
+
+
+class RangeReader:
+    """Reads ranges of objects. Ranges that were requested before are on their way already, several at a time."""
+
+    def __init__(self) -> None:
+        self._requested: dict[tuple[StorePath, int, int], Future[bytes]] = {}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def request(self, path: StorePath, begin: int, end: int) -> None:
+        """Request a range, unless it is too long or too many are on their way."""
+        if end - begin <= _LONGEST_RANGE and len(self._requested) < _MOST_RANGES:
+            self._pool = self._pool or ThreadPoolExecutor(_CONNECTIONS, "object reader")
+            self._requested[path, begin, end] = self._pool.submit(path.read_range, begin, end)
+
+    def fill(self, path: StorePath, view: memoryview, begin: int) -> None:
+        """Fill all of `view` with the bytes of an object, from byte `begin` on.
+
+        Raises:
+            DamagedFile: the object cannot be read, or ends too early.
+        """
+        end = begin + len(view)
+        key = next((k for k in self._requested if k[0] == path and k[1] <= begin and end <= k[2]), None)
+        with reading(cast(Path, path)):
+            if key is None:
+                data = path.read_range(begin, end)
+            else:
+                asked = self._requested[key]
+                if end == key[2]:  # the last part of the range
+                    del self._requested[key]
+                data = asked.result()[begin - key[1] : end - key[1]]
+        if len(data) != len(view):
+            raise DamagedFile(f"{path} was truncated while it was read: it now ends before byte {end}")
+        view[:] = data
 
 
 class _OpenFiles:
@@ -267,9 +316,18 @@ def read_header(path: Path) -> bytes:
     Raises:
         OSError: the file cannot be read.
     """
+    if in_store(path):
+        return _header_in_store(path)
     with open(path, "rb") as f:
         length = f.read(8)
         return length + f.read(min(int.from_bytes(length, "little"), os.fstat(f.fileno()).st_size, _LONGEST_HEADER))
+
+
+def _header_in_store(path: Path) -> bytes:
+    object_, size = cast(StorePath, path), path.stat().st_size
+    first = object_.read_range(0, min(size, _FIRST))
+    end = min(8 + int.from_bytes(first[:8], "little"), size, _LONGEST_HEADER)
+    return first[:end] if end <= len(first) else first + object_.read_range(len(first), end)
 
 
 def tensors_of(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:

@@ -3,20 +3,24 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.checkpoint.checksum import checksum
-from ndtrain.checkpoint.directory import prune, remove
+from ndtrain.checkpoint.directory import STATE, prune, remove
 from ndtrain.checkpoint.elements import BLOCK, FORMAT, CheckpointError, State, digest, sha256, together
 from ndtrain.checkpoint.layouts import Files, files_of, write_json
-from ndtrain.checkpoint.safetensors_io import MOST_VIEWS, bytes_of, write, write_all
+from ndtrain.checkpoint.safetensors_io import MOST_VIEWS, PlannedFile, bytes_of, create, write, write_all
 from ndtrain.config import CheckpointConfig, Config
+from ndtrain.config.store import StorePath, in_store, store_errors
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
 from ndtrain.model.families.hf_config import to_hf
@@ -64,7 +68,7 @@ class Writer:
         self.folder, self.mesh, self.options, self.run, self.extras = folder, mesh, options, run, extras
         self.model, self.plan = stages.model, stages.units.plan
         _ = mesh.background  # created here, where all ranks call it, and not in a thread
-        self.files = files_of(stages, mesh, options)
+        self.files = files_of(stages, mesh, options, each_rank_alone=in_store(folder))
         self.live = [o.values for o in self.files.owned]
 
     def write(self, state: State, values: Sequence[Tensor]) -> Path:
@@ -73,37 +77,38 @@ class Writer:
         Raises:
             CheckpointError: as `save`.
         """
-        final = self.folder / f"step-{state.step:08d}"
-        temporary = self.folder / f".writing-{final.name}"
         leader = self.mesh.rank == 0
+        place = (InStore if in_store(self.folder) else OnDisk)(self.folder / f"step-{state.step:08d}")
         sums = torch.zeros(len(self.files.names), 2, dtype=torch.int64)
         try:
-            together(self.mesh, lambda: leader and _make_folder(temporary))
-            together(self.mesh, lambda: self.files.create(temporary))
-            together(self.mesh, lambda: _write_owned(temporary, self.files, values, sums))
+            together(self.mesh, lambda: leader and place.begin())
+            together(self.mesh, lambda: place.create(self.files))
+            together(self.mesh, lambda: place.write(self.files, values, sums))
             if self.mesh.background is not None:
                 dist.all_reduce(sums, group=self.mesh.background)
-            together(self.mesh, lambda: leader and self._publish(temporary, final, sums, state))
+            together(self.mesh, lambda: leader and self._publish(place, sums, state))
         except CheckpointError as error:
             if leader:
-                shutil.rmtree(temporary, ignore_errors=True)
+                place.abandon()
             needed = f"; {self.folder} needs {self.files.size:,} bytes for it" if _lacks_space(str(error)) else ""
             raise CheckpointError(f"checkpoint of step {state.step} not saved: {error}{needed}") from error
         if leader:
             prune(self.folder, self.options.keep, self.options.keep_every)
-        return final
+        return place.final
 
-    def _publish(self, temporary: Path, final: Path, sums: Tensor, state: State) -> None:
+    def _publish(self, place: "OnDisk", sums: Tensor, state: State) -> None:
+        """Write the small files, and publish the checkpoint. Called on rank 0."""
         dtype = str(self.plan.master).removeprefix("torch.")
-        write_json(temporary / "config.json", to_hf(self.model) | {"dtype": dtype, "torch_dtype": dtype})
-        self.files.write_index(temporary)
-        self.extras(temporary)
-        big = {f.name for f in self.files.all}
-        written = (p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
-        small = sorted(name for name in written if name not in big)
-        body = self._body(temporary, small, sums, state)
-        write_json(temporary / "state.json", body | {"digest": digest(body)})
-        publish(temporary, final, [*small, "state.json"])
+        with place.small_files() as folder:
+            write_json(folder / "config.json", to_hf(self.model) | {"dtype": dtype, "torch_dtype": dtype})
+            self.files.write_index(folder)
+            self.extras(folder)
+            big = {f.name for f in self.files.all}
+            written = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+            small = sorted(name for name in written if name not in big)
+            body = self._body(folder, small, sums, state)
+            write_json(folder / STATE, body | {"digest": digest(body)})
+            place.publish(folder, [*small, STATE])
 
     def _body(self, temporary: Path, small: list[str], sums: Tensor, state: State) -> dict:
         """Return the content of state.json: the run's state, and the sizes and checksums of the other files."""
@@ -127,9 +132,96 @@ def _lacks_space(reason: str) -> bool:
     return any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
 
 
-def _make_folder(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+# -------------------------------------------------------------------------------------------------------------- places
+
+
+class OnDisk:
+    """A checkpoint in a folder, which gets its name when it is complete.
+
+    Args:
+        final: the folder with its name.
+    """
+
+    def __init__(self, final: Path):
+        self.final, self._temporary = final, final.with_name(f".writing-{final.name}")
+
+    def begin(self) -> None:
+        """Make the folder. Called on rank 0."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(parents=True)
+
+    def create(self, files: Files) -> None:
+        """Create the files that this rank creates, before any rank writes into them."""
+        for file in files.own:
+            create(self._temporary / file.name, file)
+
+    def write(self, files: Files, values: Sequence[Tensor], sums: Tensor) -> None:
+        """Write this rank's elements and add their checksums to `sums`, whose rows are the tensors of `files.names`."""
+        _write_owned(self._temporary, files, values, sums)
+
+    @contextmanager
+    def small_files(self) -> Iterator[Path]:
+        """Give a folder for the files without tensors."""
+        yield self._temporary
+
+    def publish(self, folder: Path, names: Sequence[str]) -> None:
+        """Publish the checkpoint with these files without tensors, of which state.json is the last."""
+        publish(folder, self.final, names)
+
+    def abandon(self) -> None:
+        """Remove what was written. Called on rank 0."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+class InStore(OnDisk):
+    """A checkpoint in an object store, which exists when its state.json exists.
+
+    Each rank uploads files of its own, from memory.
+    """
+
+    def begin(self) -> None:
+        (self.final / STATE).unlink(missing_ok=True)  # the same step, saved before a resume from an older step
+
+    def create(self, files: Files) -> None:
+        pass
+
+    def write(self, files: Files, values: Sequence[Tensor], sums: Tensor) -> None:
+        for file in files.own:
+            _upload_owned(self.final / file.name, file, files, values, sums)
+
+    @contextmanager
+    def small_files(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="ndtrain-checkpoint-") as folder:
+            yield Path(folder)
+
+    def publish(self, folder: Path, names: Sequence[str]) -> None:
+        for name in names:
+            (self.final / name).write_bytes((folder / name).read_bytes())
+
+    def abandon(self) -> None:
+        with suppress(OSError):
+            cast(StorePath, self.final).remove_all()
+
+
+def _upload_owned(path: Path, file: PlannedFile, files: Files, values: Sequence[Tensor], sums: Tensor) -> None:
+    """Upload one file of this rank, and add the checksums of its elements to `sums`."""
+    row = {name: i for i, name in enumerate(files.names)}
+    owned = [(place, whole) for place, whole in zip(files.places, values, strict=True) if place.file == file.name]
+    out = path.open("wb")
+    with store_errors(str(path)):
+        try:
+            out.write(file.header)
+            for place, whole in sorted(owned, key=lambda pair: pair[0].offset):
+                at = 0
+                for rows in place.rows.chunks(BLOCK // whole.element_size()):
+                    data = whole[at : at + rows.numel].cpu()
+                    at += rows.numel
+                    sums[row[place.name]] += checksum(data, rows)
+                    out.write(memoryview(bytes_of(data)))
+        except BaseException:
+            out.discard()  # otherwise, what is there would be uploaded
+            raise
+        out.close()
 
 
 def _write_owned(temporary: Path, files: Files, values: Sequence[Tensor], sums: Tensor) -> None:

@@ -54,8 +54,19 @@ def resolve(cfg: Config, world_size: int) -> Config:
     _resolve_recompute(cfg)
     _check_kernel(cfg)
     _check_loggers(cfg)
+    _check_checkpoint_folder(cfg)
     cfg.freeze()
     return cfg
+
+
+def _check_checkpoint_folder(cfg: Config) -> None:
+    folder = cfg.checkpoint.folder
+    require(folder != "", "checkpoint.folder is empty: name a folder, or set null for run.dir/checkpoints")
+    require(
+        "://" not in (folder or "") or cfg.checkpoint.layout == "host",
+        f"checkpoint.folder={folder} is in an object store, whose objects are written by one rank each: set "
+        "checkpoint.layout=host",
+    )
 
 
 def resolve_epochs(cfg: Config, sequences: int | None) -> Config:

@@ -22,7 +22,7 @@ def read_object(path: Path) -> dict[str, Any]:
         JsonError: the file cannot be read, is too large, is nested too deeply, or holds no JSON object.
     """
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             text = file.read(_LONGEST + 1)
     except OSError as error:
         raise JsonError(f"{path} cannot be read ({error.strerror or error})") from error

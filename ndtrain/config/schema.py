@@ -396,6 +396,8 @@ class CheckpointConfig(Section):
     keep: int = at_least(1, 2)  # number of newest checkpoints to keep
     keep_every: int = at_least(0, 0)  # steps between checkpoints that are kept permanently; 0: no such checkpoints
     async_save: bool = False  # writing in the background, from a copy in host memory
+    # folder of the checkpoints, or address in an object store (s3://bucket/run); null: run.dir/checkpoints
+    folder: str | None = None
     # files of a checkpoint. shared: as Hugging Face's tools read them; host: one per host, for many ranks (`ndtrain
     # checkpoint merge` makes the first from the second)
     layout: str = choice("shared", "shared", "host")

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.config.json_file import JsonError, read_object
+from ndtrain.config.store import folder_at
 from ndtrain.data.cache import atomic_write, digest, load_or_build
 from ndtrain.data.chat.template import TEMPLATES, ChatTemplate, read_template
 from ndtrain.data.hf_code import without_code
@@ -244,7 +245,7 @@ def _tokenizer_config(eos: str) -> bytes:
 
 
 def _given_tokenizer(setting: str) -> Tokenizer:
-    path = Path(setting).expanduser()
+    path = folder_at(setting)
     main = path / "tokenizer.json" if path.is_dir() else path
     if not path.exists():
         raise ConfigError(

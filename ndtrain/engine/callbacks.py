@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ndtrain.checkpoint import Saved, Saver
 from ndtrain.checkpoint.companions import Companions
 from ndtrain.config import Config
+from ndtrain.config.store import checkpoint_folder
 from ndtrain.engine.callback import DATA_WAIT, MEMORY, Callback, Run, due
 from ndtrain.engine.start import turn_end_warning, write_extras
 from ndtrain.engine.trace import Trace, Tracer
@@ -289,8 +290,7 @@ class CheckpointCallback(Callback):
         if trainer.mesh.rank == 0 and (warning := turn_end_warning(trainer.data, companions)):
             trainer.warn(warning)
         extras = partial(self._write_extras, trainer, companions)
-        folder = Path(trainer.cfg.run.dir) / "checkpoints"
-        self._saver = Saver(folder, trainer.stages, trainer.mesh, trainer.cfg, extras)
+        self._saver = Saver(checkpoint_folder(trainer.cfg), trainer.stages, trainer.mesh, trainer.cfg, extras)
 
     @staticmethod
     def _write_extras(trainer: Run, companions: Companions, folder: Path) -> None:

@@ -9,6 +9,7 @@ from ndtrain import checkpoint
 from ndtrain.checkpoint import CheckpointError, DamagedCheckpoint, State
 from ndtrain.config import Config, ConfigError, world_from_env
 from ndtrain.config.schema import resolved
+from ndtrain.config.store import checkpoint_folder, folder_at
 from ndtrain.mesh.json_messages import broadcast_json
 from ndtrain.mesh.mesh import Mesh
 
@@ -26,9 +27,9 @@ class Resume(NamedTuple):
     how: str
 
 
-def choose(cfg: Config, how: str, run_dir: Path) -> Resume:
+def choose(cfg: Config, how: str) -> Resume:
     """Return the best checkpoint that `resume=how` can refer to, on rank 0."""
-    options = checkpoint.candidates(how, run_dir)
+    options = checkpoint.candidates(how, checkpoint_folder(cfg))
     return _first_whole(options, cfg, how) if options else Resume(None, None, how)
 
 
@@ -103,7 +104,7 @@ def _chosen(message: Any) -> Resume:
         case {"path": None, "state": None, "resume": str(how)}:
             return Resume(None, None, how)
         case {"path": str(path), "state": dict(state), "resume": str(how)} if _is_state(state):
-            return Resume(Path(path), State(**state), how)
+            return Resume(folder_at(path), State(**state), how)
     raise ValueError("rank 0 sent a message that names no checkpoint")
 
 

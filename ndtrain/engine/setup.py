@@ -26,6 +26,7 @@ from ndtrain.config import (
     world_from_env,
 )
 from ndtrain.config.schema import resolved
+from ndtrain.config.store import checkpoint_folder, folder_at
 from ndtrain.data import Data, open_data
 from ndtrain.device.gpu import own_gpu, use_gpu
 from ndtrain.engine.memory_check import require_memory
@@ -157,10 +158,10 @@ def _replace_lost_folder(cfg: Config) -> list[str]:
     The checkpoint contains the model and its companion files. Return messages for the user.
     """
     lost, run_dir = resolved(cfg.init_from), Path(cfg.run.dir)
-    if Path(lost).expanduser().exists():
+    if folder_at(lost).exists():
         return []
     resume = "auto" if cfg.resume == "none" and exit_status.is_restart(run_dir) else cfg.resume
-    options = checkpoint.candidates(resume, run_dir)
+    options = checkpoint.candidates(resume, checkpoint_folder(cfg))
     if not options:
         return []
     cfg.init_from = str(options[0])
@@ -394,11 +395,11 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, Resume]:
             ) as trial:  # raises the system's error, also on a read-only file system
                 now = os.fstat(trial.fileno()).st_mtime
             how = "auto" if cfg.resume == "none" and exit_status.is_restart(run_dir) else cfg.resume
-            _check_new(how, run_dir)
+            _check_new(how, cfg)
             claim = folder_lock.acquire(run_dir)
             undo.callback(claim.release)
-            _check_new(how, run_dir)
-            resume = choose(cfg, how, run_dir)
+            _check_new(how, cfg)
+            resume = choose(cfg, how)
             if cfg.train.epochs is None:
                 require_steps_left(cfg, resume)
             stop = run_dir / stop_signals.STOP_FILE
@@ -411,10 +412,19 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, Resume]:
     return claim, resume
 
 
-def _check_new(resume: str, run_dir: Path) -> None:
+def _check_new(resume: str, cfg: Config) -> None:
     """Refuse a folder that contains a run, unless this run resumes."""
-    held = (run_dir / "metrics.jsonl").exists() or bool(checkpoint.list_checkpoints(run_dir / "checkpoints"))
-    if resume == "none" and held:
-        raise ConfigError(
-            f"run.dir={run_dir} already holds a run: continue it with resume=auto, or give another run.dir"
-        )
+    if resume != "none":
+        return
+    if (Path(cfg.run.dir) / "metrics.jsonl").exists() or _holds_checkpoints(cfg):
+        key = "run.dir" if cfg.checkpoint.folder is None else "checkpoint.folder"
+        place = cfg.checkpoint.folder or cfg.run.dir
+        raise ConfigError(f"{key}={place} already holds a run: continue it with resume=auto, or give another {key}")
+
+
+def _holds_checkpoints(cfg: Config) -> bool:
+    try:
+        return bool(checkpoint.list_checkpoints(checkpoint_folder(cfg)))
+    except OSError as error:
+        folder = cfg.checkpoint.folder
+        raise ConfigError(f"checkpoint.folder={folder} cannot be read: {error.strerror or error}") from error

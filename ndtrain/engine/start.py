@@ -13,6 +13,7 @@ from ndtrain.checkpoint.directory import read_state
 from ndtrain.checkpoint.elements import damaged
 from ndtrain.config import Config, ConfigError
 from ndtrain.config.schema import resolved
+from ndtrain.config.store import checkpoint_folder, folder_at
 from ndtrain.data import Data
 from ndtrain.engine.resume import as_on_rank_0, older_one, pass_over
 from ndtrain.engine.setup import RunSetup
@@ -51,7 +52,7 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
             companions = _resumed_companions(path, cfg, mesh)
             if mesh.rank == 0:
                 setup.claim.check()
-            if mesh.rank == 0 and path.parent.resolve() == (Path(cfg.run.dir) / "checkpoints").resolve():
+            if mesh.rank == 0 and path.parent.resolve() == checkpoint_folder(cfg).resolve():
                 checkpoint.set_aside_later(path)
             return Start(path, resolved(resume.state), companions, notes)
         except DamagedCheckpoint as error:
@@ -59,7 +60,7 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
             resume = older_one(resume, cfg, mesh)
     companions = Companions()
     if cfg.init_from:
-        folder = Path(cfg.init_from)
+        folder = folder_at(cfg.init_from)
         checkpoint.load_start(folder, stages, mesh, cfg.run.seed if cfg.moe.upcycle else None)
         companions = _companions(folder, cfg, mesh)
     else:

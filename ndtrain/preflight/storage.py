@@ -13,6 +13,7 @@ import numpy as np
 from ndtrain.checkpoint.directory import list_checkpoints
 from ndtrain.checkpoint.elements import checkpoint_bytes
 from ndtrain.config import Config
+from ndtrain.config.store import checkpoint_folder, in_store
 from ndtrain.parallel.build import state_plan
 from ndtrain.preflight.rank_context import Findings, RankContext
 from ndtrain.preflight.report import Ranks, Row, Status, bytes_of, per_second, slow, usual_rate
@@ -40,7 +41,9 @@ def planned_bytes(cfg: Config, folder: Path) -> int:
 
 
 def probe_space(context: RankContext) -> Findings:
-    folder = context.run_dir / "checkpoints"
+    folder = checkpoint_folder(context.cfg)
+    if in_store(folder):
+        return {}
     usage = shutil.disk_usage(_existing(folder))
     planned = planned_bytes(context.cfg, folder) if context.rank == 0 else 0
     return {"free": usage.free, "planned": planned, "folder": str(folder)}
@@ -53,6 +56,8 @@ def _existing(path: Path) -> Path:
 
 
 def check_space(by_rank: dict[int, Findings], ranks: Ranks, cfg: Config) -> list[Row]:
+    if not by_rank[0]:
+        return [Row("disk space", Status.OK, f"checkpoints are saved in {cfg.checkpoint.folder}", "")]
     planned, one = by_rank[0]["planned"], bytes_of(checkpoint_bytes(cfg.model, state_plan(cfg)))
     short = {
         r: f"{f['folder']} has {bytes_of(f['free'])} free: free some, lower checkpoint.keep={cfg.checkpoint.keep}, "

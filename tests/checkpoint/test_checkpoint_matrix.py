@@ -11,6 +11,7 @@ import pytest
 
 from ndtrain import checkpoint
 from ndtrain.checkpoint import State
+from ndtrain.config.store import folder_at
 from ndtrain.data import Sequences, microbatches, rows_of
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.sequence_sharding import SequenceSharding
@@ -90,7 +91,7 @@ def write(overrides: list[str], folder: str) -> list[Row]:
     initialise(run.stages, run.cfg.run.seed)
     reported = run.steps(TrainingStep(run.cfg, run.mesh, run.stages), State(0, 0, ORDER), SAVED)
     state = State(SAVED, 123, ORDER, 0, {"at": [1, 2]})
-    checkpoint.save(Path(folder), run.stages, run.mesh, run.cfg, state)
+    checkpoint.save(folder_at(folder), run.stages, run.mesh, run.cfg, state)
     return reported
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ndtrain.config import Config, ConfigError
+from ndtrain.config.store import folder_at
 from ndtrain.data.batches import Source
 from ndtrain.data.cache import digest
 from ndtrain.data.chat.conversations import ChatCorpus, ChatFiles, tokenise_chat
@@ -134,7 +135,7 @@ def _require_same_tokenizer(cfg: Config, tokenizer: Tokenizer) -> None:
     Raises:
         ConfigError: the ids differ.
     """
-    theirs = Path(cfg.init_from or "") / "tokenizer.json"
+    theirs = folder_at(cfg.init_from or "") / "tokenizer.json"
     if cfg.init_from and theirs.is_file() and not tokenizer.same_ids(theirs.read_bytes()):
         raise ConfigError(
             f"data.tokenizer={cfg.data.tokenizer}: its token ids differ from the tokenizer of "
