@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PAUSE_S = 0.01
-_LOGGED = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) [A-Z]+ (.*)$")
+_LOGGED = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) rank \d+ [A-Z]+ (.*)$")
 
 
 class Finished(NamedTuple):

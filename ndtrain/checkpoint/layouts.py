@@ -26,7 +26,7 @@ from ndtrain.checkpoint.safetensors_io import (
     plan_file,
     plan_files,
 )
-from ndtrain.config import CheckpointConfig, world_from_env
+from ndtrain.config import CheckpointConfig, first_rank_of_host
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
 from ndtrain.parallel.stages import Stages
@@ -120,7 +120,7 @@ def files_of(stages: Stages, mesh: Mesh, options: CheckpointConfig, each_rank_al
     """
     described, owned = described_of(stages), list(owned_of(stages, writes_biases=mesh.rank == 0))
     if options.layout == "host":
-        return _per_host(described, owned, mesh, mesh.rank if each_rank_alone else mesh.rank - world_from_env()[1])
+        return _per_host(described, owned, mesh, mesh.rank if each_rank_alone else first_rank_of_host())
     plans = {stem: plan_files(stem, tensors, options.max_file_bytes) for stem, tensors in described.items()}
     files = [file for planned in plans.values() for file in planned]
     where = {name: file for file in files for name in file.offsets}

@@ -77,3 +77,14 @@ def world_from_env() -> tuple[int, int, int]:
     """Return (rank, local rank, world size) as set by torchrun; (0, 0, 1) without a launcher."""
     env = os.environ
     return int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0)), int(env.get("WORLD_SIZE", 1))
+
+
+def first_rank_of_host() -> int:
+    """Return the lowest rank on this host. torchrun numbers the ranks of a host consecutively."""
+    rank, local_rank, _ = world_from_env()
+    return rank - local_rank
+
+
+def log_name() -> str:
+    """Return the name of this host's log file, in `logs` of the run folder."""
+    return f"rank-{first_rank_of_host()}.log"

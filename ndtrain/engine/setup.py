@@ -19,6 +19,8 @@ from ndtrain.config import (
     TOKEN_SOURCES,
     Config,
     ConfigError,
+    first_rank_of_host,
+    log_name,
     resolve,
     resolve_epochs,
     saved_run,
@@ -113,7 +115,7 @@ def prepare(cfg: Config) -> RunSetup:
             undo.enter_context(_log_unless_refused(Path(cfg.run.dir), rank))
         device = device_of(cfg, local_rank)
         set_threads(cfg, device)
-        require_memory(cfg, device, _ranks_of_host(rank, local_rank))
+        require_memory(cfg, device, _ranks_of_host())
         data = open_data(cfg)
         cfg = _plan_epochs(cfg, data, rank, resume)
         notes += cfg.notes[noted:]
@@ -332,9 +334,9 @@ def _require_own_gpu(messages: SignedStore, rank: int, world: int, timeout_s: fl
         owners[str(gpu)] = other
 
 
-def _ranks_of_host(rank: int, local_rank: int) -> range:
-    """Return the ranks of this host, which torchrun numbers consecutively."""
-    first = rank - local_rank
+def _ranks_of_host() -> range:
+    """Return the ranks of this host."""
+    first = first_rank_of_host()
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
@@ -354,15 +356,15 @@ def _log_unless_refused(run_dir: Path, rank: int) -> Iterator[None]:
 
 
 def _log_to(run_dir: Path, rank: int) -> None:
-    """Open this rank's own log file in the run folder."""
+    """Open the log file of this host in the run folder. All its ranks append lines to it."""
     folder = run_dir / "logs"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handler: logging.Handler = logging.FileHandler(folder / f"rank-{rank}.log")
+        handler: logging.Handler = logging.FileHandler(folder / log_name())
     except OSError:
         handler = logging.NullHandler()  # rank 0 reports a folder that cannot be written
     handler.handleError = lambda record: None  # on a full disk every line would print a traceback
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s"))
     _replace_handlers(handler)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ndtrain.arguments import status_of
-from ndtrain.config import ConfigError, registry, world_from_env
+from ndtrain.config import ConfigError, log_name, registry, world_from_env
 from ndtrain.run import exit_status
 from ndtrain.run.launcher_report import print_error, record_error
 from ndtrain.run.stop_signals import StopRequest
@@ -103,7 +103,7 @@ def _plugin_line(error: BaseException) -> str | None:
     if isinstance(error, ConfigError) or _lost_a_peer(error):
         return None
     line = registry.plugin_failure(error)
-    return line and f"{line}; the traceback is in the run's logs/rank-{world_from_env()[0]}.log"
+    return line and f"{line}; the traceback is in the run's logs/{log_name()}"
 
 
 def _lost_a_peer(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ndtrain.config import ConfigError
+from ndtrain.config import ConfigError, log_name
 from ndtrain.run import exit_status, folder_lock
 
 
@@ -17,7 +17,7 @@ def left_as_found(run_dir: Path) -> Iterator[None]:
     """
     new = [folder for folder in (run_dir, *run_dir.absolute().parents) if not folder.exists()]
     owned = (run_dir / folder_lock.FOLDER).exists()
-    log = run_dir / "logs" / "rank-0.log"
+    log = run_dir / "logs" / log_name()
     logged, ending = log.exists(), _content(run_dir / exit_status.NAME)
     try:
         yield

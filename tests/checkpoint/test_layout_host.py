@@ -37,12 +37,8 @@ HOST = "checkpoint.layout=host"
 
 def on_hosts(work: Callable, *args):
     """On one rank: `work`, as if two neighbouring ranks were one host."""
-
-    def places() -> tuple[int, int, int]:
-        rank, _, world = world_from_env()
-        return rank, rank % RANKS_OF_A_HOST, world
-
-    with mock.patch.object(layouts, "world_from_env", places):
+    rank = world_from_env()[0]
+    with mock.patch.object(layouts, "first_rank_of_host", lambda: rank - rank % RANKS_OF_A_HOST):
         return work(*args)
 
 

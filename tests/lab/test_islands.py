@@ -52,8 +52,8 @@ def test_reader_follows_a_file_that_a_restarted_island_has_rewritten(tmp_path):
 
 def test_lines_of_the_log_have_their_time(tmp_path):
     (tmp_path / "logs").mkdir()
-    text = "2026-11-30 07:52:01,122 INFO first\nTraceback of no use\n2026-11-30 07:52:03,622 WARNING second\n"
-    (tmp_path / "logs" / "rank-0.log").write_text(text)
+    first = "2026-11-30 07:52:01,122 rank 0 INFO first\nTraceback of no use\n"
+    (tmp_path / "logs" / "rank-0.log").write_text(first + "2026-11-30 07:52:03,622 rank 0 WARNING second\n")
     (at, first), (later, second) = logged(tmp_path)
     assert (first, second, later - at) == ("first", "second", pytest.approx(2.5))
     assert logged(tmp_path / "nothing") == []

@@ -105,7 +105,7 @@ def test_a_pickle_in_the_store_is_not_executed(run):
 def test_forged_hang_alert_is_ignored_and_logged(run):
     assert run.attack("1", ("configuration$", "hang/called"))
     run.goes_on()
-    assert "hang/called" in (run.folder / "logs" / "rank-1.log").read_text()
+    assert "hang/called" in (run.folder / "logs" / "rank-0.log").read_text()
 
 
 def test_stop_file_ends_launcher_with_85(run):
