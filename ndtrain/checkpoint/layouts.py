@@ -158,6 +158,8 @@ def _per_host(described: dict[str, Described], owned: Sequence[Owned], mesh: Mes
     """
     kinds = sorted({_Kind(stem, dtype) for stem, of in described.items() for _, dtype in of.values()}, key=str)
     kind_of = {name: _Kind(stem, dtype) for stem, of in described.items() for name, (_, dtype) in of.items()}
+    # in the order of the files, so that each of them is written from its beginning to its end
+    owned = sorted(owned, key=lambda o: (o.stem, -kind_of[o.name].dtype.itemsize, str(kind_of[o.name])))
     own = dict.fromkeys(kinds, 0)
     for o in owned:
         own[kind_of[o.name]] += o.rows.numel
@@ -186,7 +188,7 @@ def _per_host(described: dict[str, Described], owned: Sequence[Owned], mesh: Mes
         described,
         all=[file for of_host in planned for file in of_host.values()],
         own=list(files.values()) if mesh.rank == first else [],
-        owned=list(owned),
+        owned=owned,
         places=places,
         size=int(numel_HK.sum(axis=0) @ np.array([kind.dtype.itemsize for kind in kinds])),
         pieces=_by_tensor(found, index) if mesh.rank == 0 else {},

@@ -18,7 +18,7 @@ from ndtrain.checkpoint.checksum import checksum
 from ndtrain.checkpoint.directory import STATE, prune, remove
 from ndtrain.checkpoint.elements import BLOCK, FORMAT, CheckpointError, State, digest, sha256, together
 from ndtrain.checkpoint.layouts import Files, files_of, write_json
-from ndtrain.checkpoint.safetensors_io import MOST_VIEWS, PlannedFile, bytes_of, create, write, write_all
+from ndtrain.checkpoint.safetensors_io import MOST_VIEWS, bytes_of, create, write, write_all
 from ndtrain.config import CheckpointConfig, Config
 from ndtrain.config.store import StorePath, in_store, store_errors
 from ndtrain.mesh.mesh import Mesh
@@ -83,7 +83,7 @@ class Writer:
         try:
             together(self.mesh, lambda: leader and place.begin())
             together(self.mesh, lambda: place.create(self.files))
-            together(self.mesh, lambda: place.write(self.files, values, sums))
+            together(self.mesh, lambda: _write_owned(place.folder, self.files, values, sums))
             if self.mesh.background is not None:
                 dist.all_reduce(sums, group=self.mesh.background)
             together(self.mesh, lambda: leader and self._publish(place, sums, state))
@@ -140,29 +140,28 @@ class OnDisk:
 
     Args:
         final: the folder with its name.
+
+    Attributes:
+        folder: the folder that the ranks write into.
     """
 
     def __init__(self, final: Path):
-        self.final, self._temporary = final, final.with_name(f".writing-{final.name}")
+        self.final, self.folder = final, final.with_name(f".writing-{final.name}")
 
     def begin(self) -> None:
         """Make the folder. Called on rank 0."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir(parents=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
 
     def create(self, files: Files) -> None:
         """Create the files that this rank creates, before any rank writes into them."""
         for file in files.own:
-            create(self._temporary / file.name, file)
-
-    def write(self, files: Files, values: Sequence[Tensor], sums: Tensor) -> None:
-        """Write this rank's elements and add their checksums to `sums`, whose rows are the tensors of `files.names`."""
-        _write_owned(self._temporary, files, values, sums)
+            create(self.folder / file.name, file)
 
     @contextmanager
     def small_files(self) -> Iterator[Path]:
         """Give a folder for the files without tensors."""
-        yield self._temporary
+        yield self.folder
 
     def publish(self, folder: Path, names: Sequence[str]) -> None:
         """Publish the checkpoint with these files without tensors, of which state.json is the last."""
@@ -170,7 +169,7 @@ class OnDisk:
 
     def abandon(self) -> None:
         """Remove what was written. Called on rank 0."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class InStore(OnDisk):
@@ -179,15 +178,14 @@ class InStore(OnDisk):
     Each rank uploads files of its own, from memory.
     """
 
+    def __init__(self, final: Path):
+        self.final = self.folder = final
+
     def begin(self) -> None:
         (self.final / STATE).unlink(missing_ok=True)  # the same step, saved before a resume from an older step
 
     def create(self, files: Files) -> None:
         pass
-
-    def write(self, files: Files, values: Sequence[Tensor], sums: Tensor) -> None:
-        for file in files.own:
-            _upload_owned(self.final / file.name, file, files, values, sums)
 
     @contextmanager
     def small_files(self) -> Iterator[Path]:
@@ -203,35 +201,18 @@ class InStore(OnDisk):
             cast(StorePath, self.final).remove_all()
 
 
-def _upload_owned(path: Path, file: PlannedFile, files: Files, values: Sequence[Tensor], sums: Tensor) -> None:
-    """Upload one file of this rank, and add the checksums of its elements to `sums`."""
-    row = {name: i for i, name in enumerate(files.names)}
-    owned = [(place, whole) for place, whole in zip(files.places, values, strict=True) if place.file == file.name]
-    out = path.open("wb")
-    with store_errors(str(path)):
-        try:
-            out.write(file.header)
-            for place, whole in sorted(owned, key=lambda pair: pair[0].offset):
-                at = 0
-                for rows in place.rows.chunks(BLOCK // whole.element_size()):
-                    data = whole[at : at + rows.numel].cpu()
-                    at += rows.numel
-                    sums[row[place.name]] += checksum(data, rows)
-                    out.write(memoryview(bytes_of(data)))
-        except BaseException:
-            out.discard()  # otherwise, what is there would be uploaded
-            raise
-        out.close()
+# -------------------------------------------------------------------------------------------------------------- writing
 
 
-def _write_owned(temporary: Path, files: Files, values: Sequence[Tensor], sums: Tensor) -> None:
+def _write_owned(folder: Path, files: Files, values: Sequence[Tensor], sums: Tensor) -> None:
     """Write this rank's elements and add their checksums to `sums`, whose rows are the tensors of `files.names`."""
-    row = {name: i for i, name in enumerate(files.names)}
-    opened: dict[str, _OpenFile] = {}
+    row, headers = {name: i for i, name in enumerate(files.names)}, {file.name: file.header for file in files.own}
+    opened: dict[str, _OpenFile | _Upload] = {}
     try:
         for place, whole in zip(files.places, values, strict=True):
             if place.file not in opened:
-                opened[place.file] = _OpenFile(temporary / place.file)
+                path = folder / place.file
+                opened[place.file] = _Upload(path, headers[place.file]) if in_store(folder) else _OpenFile(path)
             at = 0
             for rows, there in place.blocks(BLOCK // whole.element_size()):
                 data = whole[at : at + rows.numel].cpu()
@@ -243,6 +224,31 @@ def _write_owned(temporary: Path, files: Files, values: Sequence[Tensor], sums: 
     finally:
         for file in opened.values():
             file.close()
+
+
+class _Upload:
+    """An object that is being uploaded. Its elements are written in the order of their places."""
+
+    def __init__(self, path: Path, header: bytes):
+        self._path, self._out, self._whole = path, path.open("wb"), False
+        self._out.write(header)
+
+    def write(self, data: Tensor, offset: int, rows: Rows) -> None:
+        """Write elements as `_OpenFile.write` does."""
+        with store_errors(str(self._path)):
+            self._out.write(memoryview(bytes_of(data)))
+
+    def flush(self) -> None:
+        """Let the object appear with its content."""
+        with store_errors(str(self._path)):
+            self._out.close()
+        self._whole = True
+
+    def close(self) -> None:
+        if not self._whole:
+            self._out.discard()  # otherwise, what is there would be uploaded
+            with suppress(AttributeError):
+                self._out.closed = True  # otherwise, the garbage collector tries again
 
 
 class _OpenFile:

@@ -33,6 +33,7 @@ from tests.lib.ranks import run_ranks
 STEP = f"step-{SAVED:08d}"
 RANKS_OF_A_HOST = 2
 HOST = "checkpoint.layout=host"
+OPTIONS = ["checkpoint.every=2", "optim.ema=0.5", "optim.state_dtype=bf16", HOST]
 
 
 def on_hosts(work: Callable, *args):
@@ -185,10 +186,10 @@ def test_wrong_description_is_refused(note, message, tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run of four steps in the layout `host`, with checkpoints of steps 2 and 4."""
+    """A run of four steps in the layout `host`, with tensors of two dtypes in checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("run")
     corpus = write_corpus(folder / "corpus.txt")
-    assert train(arguments(folder / "run", corpus, "train.steps=4", "checkpoint.every=2", "optim.ema=0.5", HOST)) == 0
+    assert train(arguments(folder / "run", corpus, "train.steps=4", *OPTIONS)) == 0
     return folder / "run"
 
 
@@ -201,7 +202,7 @@ def said(capsys, status: int, *args) -> str:
 
 def test_commands_read_host_files(run, tmp_path, capsys):
     newest, merged = checkpoint_of(run, 4), tmp_path / "merged"
-    assert "weights fp32, exp_avg fp32, exp_avg_sq fp32, ema fp32" in said(capsys, 0, "list", run)
+    assert "weights fp32, exp_avg bf16, exp_avg_sq bf16, ema fp32" in said(capsys, 0, "list", run)
     assert said(capsys, 0, "verify", run).count("good: ") == 2
     assert f"{merged}: {newest} in the layout shared" in said(capsys, 0, "merge", run, merged)
     assert said(capsys, 0, "diff", newest, merged).startswith("0 tensors differ")
@@ -244,13 +245,12 @@ def test_damaged_host_files_are_named_and_older_checkpoint_is_used(name, how, ru
         flip(file, file.stat().st_size - 9)
     else:
         file.unlink()
-    named = "ema.lm_head.weight" if "host" in name and how == "flip" else name
+    named = "exp_avg_sq.lm_head.weight" if "host" in name and how == "flip" else name
     assert named in "".join(verify(file.parent).values())
     with pytest.raises(CheckpointError, match=re.escape(named)):
         merge(file.parent, tmp_path / "merged")
     assert not (tmp_path / "merged").exists() and not (tmp_path / ".writing-merged").exists()
     corpus = run.parent / "corpus.txt"
-    overrides = ["train.steps=6", "checkpoint.every=2", "optim.ema=0.5", HOST, "resume=auto"]
-    assert train(arguments(folder, corpus, *overrides)) == 0
+    assert train(arguments(folder, corpus, "train.steps=6", "resume=auto", *OPTIONS)) == 0
     assert "step-00000002" in (folder / "logs" / "rank-0.log").read_text()
     assert [r["step"] for r in rows(folder)] == [1, 2, 3, 4, 5, 6]
