@@ -418,10 +418,16 @@ def _check_new(resume: str, cfg: Config) -> None:
     """Refuse a folder that contains a run, unless this run resumes."""
     if resume != "none":
         return
-    if (Path(cfg.run.dir) / "metrics.jsonl").exists() or _holds_checkpoints(cfg):
-        key = "run.dir" if cfg.checkpoint.folder is None else "checkpoint.folder"
-        place = cfg.checkpoint.folder or cfg.run.dir
-        raise ConfigError(f"{key}={place} already holds a run: continue it with resume=auto, or give another {key}")
+    run_dir, folder = Path(cfg.run.dir), cfg.checkpoint.folder
+    held = _holds_checkpoints(cfg)
+    if (run_dir / "metrics.jsonl").exists() or (held and not folder):
+        raise ConfigError(
+            f"run.dir={run_dir} already holds a run: continue it with resume=auto, or give another run.dir"
+        )
+    if held:
+        raise ConfigError(
+            f"checkpoint.folder={folder} already holds checkpoints: continue with resume=auto, or give another folder"
+        )
 
 
 def _holds_checkpoints(cfg: Config) -> bool:

@@ -117,7 +117,7 @@ def rank_that_cannot_read(rank: int, name: str, args: list[str]) -> tuple[int, s
 
     opening = lambda file, *args, **more: (fail(file), real_open(file, *args, **more))[1]
     reading = lambda fd, *args: (fail(fd), real_read(fd, *args))[1]
-    what, broken = ("os.preadv", reading) if name.startswith("optimizer") else ("builtins.open", opening)
+    what, broken = ("os.preadv", reading) if name.startswith("optimizer") else ("io.open", opening)
     with (
         mock.patch(what, broken),
         redirect_stdout(output),

@@ -116,6 +116,7 @@ def test_the_checkpoint_thread_is_on_the_gpu_of_its_rank():
 
 # module that starts threads -> whether it makes them choose their GPU
 THREADS = {
+    "checkpoint/safetensors_reader.py": False,  # its threads fetch bytes
     "checkpoint/saver.py": True,
     "data/batches.py": True,
     "data/corpora.py": False,
