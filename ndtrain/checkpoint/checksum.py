@@ -39,6 +39,11 @@ def checksum(data: Tensor, rows: Rows) -> Tensor:
     return torch.from_numpy(np.array(total, np.uint64).view(np.int64))
 
 
+def as_words(total: Tensor) -> list[str]:
+    """Return both sums as state.json holds them: 16 hexadecimal digits each."""
+    return [f"{x & (2**64 - 1):016x}" for x in total.tolist()]
+
+
 def _of_piece(data: Tensor, start: int, per: int) -> Iterator[tuple[int, int]]:
     """Yield both sums of consecutive elements, in parts. A word has `per` elements."""
     lead = start % per

@@ -18,6 +18,7 @@ from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import to_hf
 
 STATE = "state.json"
+_SUPERSEDED = "superseded.json"  # what state.json becomes in an object store, where no folder can be renamed
 _NAME = re.compile(r"step-[0-9]{8,}")
 
 
@@ -54,7 +55,7 @@ def candidates(resume: str, folder: Path) -> list[Path]:
 
 def _named(resume: str) -> list[Path]:
     path = folder_at(resume)
-    if (path / "state.json").is_file():
+    if (path / STATE).is_file():
         return [path]
     checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not checkpoints:
@@ -218,7 +219,7 @@ def set_aside_later(chosen: Path) -> None:
     for path in list_checkpoints(chosen.parent):
         if _NAME.fullmatch(chosen.name) and _step(path) > _step(chosen):
             if in_store(path):
-                (path / "superseded.json").write_bytes((path / STATE).read_bytes())
+                (path / _SUPERSEDED).write_bytes((path / STATE).read_bytes())
                 (path / STATE).unlink()
                 continue
             aside = path.with_name(f"superseded-{path.name}")
@@ -250,7 +251,7 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
 
 def _remove_half_written(folder: Path) -> None:
     for path in folder.glob("step-*"):
-        if _NAME.fullmatch(path.name) and not any((path / name).is_file() for name in (STATE, "superseded.json")):
+        if _NAME.fullmatch(path.name) and not any((path / name).is_file() for name in (STATE, _SUPERSEDED)):
             cast(StorePath, path).remove_all()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ndtrain.checkpoint.checksum import checksum
+from ndtrain.checkpoint.checksum import as_words, checksum
 from ndtrain.checkpoint.directory import file_problems, read_state
 from ndtrain.checkpoint.elements import CheckpointError, damaged, digest, sha256
 from ndtrain.checkpoint.layouts import write_json
@@ -78,7 +78,7 @@ def _merge_tensor(reader: Reader, name: str, fd: int, offset: int, expected: lis
     for rows, data in blocks(reader, name):
         total += checksum(data, rows)
         write(fd, data, offset, rows)
-    if [f"{x & (2**64 - 1):016x}" for x in total.tolist()] != expected:
+    if as_words(total) != expected:
         raise DamagedFile(f"the content of {name} does not match its checksum")
 
 

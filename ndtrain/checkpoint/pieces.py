@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ndtrain.checkpoint.safetensors_io import (
     DTYPE_NAMES,
+    WEIGHT_DTYPES,
     DamagedFile,
     Described,
     PlannedFile,
@@ -23,14 +24,13 @@ from ndtrain.checkpoint.safetensors_io import (
     plan_file,
     write_all,
 )
-from ndtrain.checkpoint.safetensors_reader import ElementReader, Reader, Stored, tensors_of
+from ndtrain.checkpoint.safetensors_reader import Reader, Stored, tensors_of
 from ndtrain.mesh.row_map import Held, Rows
 from ndtrain.mesh.transfer import Copy, copies_between, strided_view
 
 STEMS = ("model", "optimizer")
 COLUMNS = ("file", "at", *Rows._fields)  # of an index: file number, position in that file, positions in the tensor
 _INDEX = torch.int64
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 _KEPT = 64  # tensors whose pieces a reader keeps
 _MOST = 2**62  # limit for positions and sizes, so that their sums fit into 64 bits
 
@@ -41,7 +41,7 @@ def host_file(stem: str, number: int) -> str:
 
 
 def index_file(stem: str) -> str:
-    """Return the name of the index."""
+    """Return the name of the index of a stem."""
     return f"{stem}.pieces.safetensors"
 
 
@@ -128,7 +128,6 @@ class PiecesReader(Reader):
         self._folder, self._stem, self.index = folder, stem, folder / index_file(stem)
         stored, notes = tensors_of(self.index)
         self._pieced = {name: self._described(name, table, notes.get(name, "")) for name, table in stored.items()}
-        self._reader = ElementReader()
         self._headers: dict[int, dict[str, Stored]] = {}
         self._tables: dict[str, np.ndarray] = {}
         self._expected: dict[tuple[str, Rows], list[_FromFile]] = {}
@@ -146,7 +145,7 @@ class PiecesReader(Reader):
         return self._pieced[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return _DTYPES[self._pieced[name].dtype]
+        return WEIGHT_DTYPES[self._pieced[name].dtype]
 
     def file(self, name: str) -> Path:
         return self.index
@@ -155,7 +154,7 @@ class PiecesReader(Reader):
         if (name, rows) not in self._expected:
             self._expected[name, rows] = copies = self._copies(name, rows)
             for source, copy in copies:
-                self._reader.expect(source, _in_source(copy))
+                self._elements.expect(source, _in_source(copy))
 
     def read(self, name: str, rows: Rows, out: Tensor | None = None) -> Tensor:
         copies = self._expected.pop((name, rows), None)
@@ -164,16 +163,16 @@ class PiecesReader(Reader):
         for source, copy in copies:
             if copy.number == 1 or copy.target_stride == copy.length:
                 target = out[copy.target : copy.target + copy.numel]
-                self._reader.read(source, out.dtype, _in_source(copy), target)
+                self._elements.read(source, out.dtype, _in_source(copy), target)
             else:
-                read = self._reader.read(source, out.dtype, _in_source(copy))
+                read = self._elements.read(source, out.dtype, _in_source(copy))
                 strided_view(out, copy.target, copy.target_stride, copy).copy_(read.view(copy.number, copy.length))
         return out
 
     def _described(self, name: str, table: Stored, note: str) -> _Tensor:
-        """Return a tensor as the metadata of the index describe it."""
+        """Return a tensor with the dtype and the shape in its note, which is an entry of the index's metadata."""
         dtype, *sizes = note.split(" ")
-        if dtype not in _DTYPES or not all(size.isdecimal() and len(size) < 19 for size in sizes):
+        if dtype not in WEIGHT_DTYPES or not all(size.isdecimal() and len(size) < 19 for size in sizes):
             raise self._damaged(f"it does not describe tensor {name}")
         if table.dtype != DTYPE_NAMES[_INDEX] or table.shape[1:] != (len(COLUMNS),):
             raise self._damaged(f"the pieces of tensor {name} are not a table of {len(COLUMNS)} columns")
@@ -209,7 +208,7 @@ class PiecesReader(Reader):
     def _read_table(self, name: str) -> np.ndarray:
         tensor = self._pieced[name]
         numel = tensor.table.shape[0] * len(COLUMNS)
-        table = self._reader.read(tensor.table, _INDEX, Rows(0, numel)).view(-1, len(COLUMNS)).numpy()
+        table = self._elements.read(tensor.table, _INDEX, Rows(0, numel)).view(-1, len(COLUMNS)).numpy()
         _, at, start, length, number, stride = table.T.astype(object)  # Python's integers do not overflow
         pieces = length * number
         if (table < 0).any() or (table > _MOST).any() or (pieces == 0).any() or (at + pieces > _MOST).any():

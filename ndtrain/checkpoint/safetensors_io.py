@@ -23,6 +23,7 @@ from ndtrain.mesh.row_map import Rows
 # dtypes of weights, and of indices. A file may have tensors of other dtypes, but they are not read
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPE_NAMES |= {torch.int64: "I64"}
+WEIGHT_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 
 
 class DamagedFile(ValueError):

@@ -13,13 +13,12 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from ndtrain.checkpoint.safetensors_io import DTYPE_NAMES, DamagedFile, bytes_of
+from ndtrain.checkpoint.safetensors_io import WEIGHT_DTYPES, DamagedFile, bytes_of
 from ndtrain.config.json_file import JsonError, read_object
 from ndtrain.config.store import StorePath, in_store
 from ndtrain.mesh.row_map import Rows
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
-_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()} | {
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in WEIGHT_DTYPES.items()} | {
     "C64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1,
     "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
@@ -126,9 +125,11 @@ class Reader:
             DamagedFile: it is a dtype that no weight has.
         """
         stored = self._stored(name)
-        if stored.dtype not in _DTYPES:
-            raise DamagedFile(f"{stored.path}: tensor {name} has the dtype {stored.dtype}; known: {', '.join(_DTYPES)}")
-        return _DTYPES[stored.dtype]
+        if stored.dtype not in WEIGHT_DTYPES:
+            raise DamagedFile(
+                f"{stored.path}: tensor {name} has the dtype {stored.dtype}; known: {', '.join(WEIGHT_DTYPES)}"
+            )
+        return WEIGHT_DTYPES[stored.dtype]
 
     def read(self, name: str, rows: Rows, out: Tensor | None = None) -> Tensor:
         """Return elements of a tensor [rows.numel].

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ndtrain.checkpoint.checksum import checksum
+from ndtrain.checkpoint.checksum import as_words, checksum
 from ndtrain.checkpoint.directory import STATE, prune, remove
 from ndtrain.checkpoint.elements import BLOCK, FORMAT, CheckpointError, State, digest, sha256, together
 from ndtrain.checkpoint.layouts import Files, files_of, write_json
@@ -121,10 +121,7 @@ class Writer:
             "config": self.run,
             "files": {f.name: [f.size, sha256(f.header)] for f in self.files.all},
             "sha256": {name: sha256((temporary / name).read_bytes()) for name in small},
-            "checksums": {
-                name: [f"{x & (2**64 - 1):016x}" for x in row]
-                for name, row in zip(self.files.names, sums.tolist(), strict=True)
-            },
+            "checksums": {name: as_words(row) for name, row in zip(self.files.names, sums, strict=True)},
         }
 
 

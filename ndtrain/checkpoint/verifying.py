@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndtrain.checkpoint.checksum import checksum
+from ndtrain.checkpoint.checksum import as_words, checksum
 from ndtrain.checkpoint.directory import file_problems, list_checkpoints, read_state
 from ndtrain.checkpoint.elements import AHEAD, BLOCK, CheckpointError, DamagedCheckpoint
 from ndtrain.checkpoint.pieces import STEMS, index_file, is_in_pieces, open_tensors
@@ -142,7 +142,7 @@ def bad_tensors(reader: Reader, checksums: dict[str, list[str]]) -> list[str]:
         total = torch.zeros(2, dtype=torch.int64)
         for rows, data in blocks(reader, name):
             total += checksum(data, rows)
-        if [f"{x & (2**64 - 1):016x}" for x in total.tolist()] != checksums.get(name):
+        if as_words(total) != checksums.get(name):
             bad.append(name)
     return bad
 

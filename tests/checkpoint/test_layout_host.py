@@ -16,7 +16,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ndtrain.checkpoint import CheckpointError, layouts
-from ndtrain.checkpoint.__main__ import main
 from ndtrain.checkpoint.merging import merge
 from ndtrain.checkpoint.pieces import COLUMNS, host_file, index_file, open_tensors, write_index
 from ndtrain.checkpoint.safetensors_io import DamagedFile
@@ -27,6 +26,7 @@ from ndtrain.mesh.row_map import Rows
 from ndtrain.train import main as train
 from tests.checkpoint import test_checkpoint_matrix as matrix
 from tests.checkpoint.test_checkpoint_matrix import MESHES, SAVED, ranks_of, straight  # noqa: F401 (a fixture)
+from tests.checkpoint.test_commands import said
 from tests.lib.helpers import arguments, checkpoint_of, flip, rows, tensor_bytes, write_corpus
 from tests.lib.ranks import run_ranks
 
@@ -191,13 +191,6 @@ def run(tmp_path_factory) -> Path:
     corpus = write_corpus(folder / "corpus.txt")
     assert train(arguments(folder / "run", corpus, "train.steps=4", *OPTIONS)) == 0
     return folder / "run"
-
-
-def said(capsys, status: int, *args) -> str:
-    capsys.readouterr()
-    assert main([str(a) for a in args]) == status
-    out = capsys.readouterr()
-    return out.out if status < 2 else out.err
 
 
 def test_commands_read_host_files(run, tmp_path, capsys):
