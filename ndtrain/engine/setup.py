@@ -31,6 +31,7 @@ from ndtrain.config.schema import resolved
 from ndtrain.config.store import checkpoint_folder, folder_at
 from ndtrain.data import Data, open_data
 from ndtrain.device.gpu import own_gpu, use_gpu
+from ndtrain.device.heartbeat import DEAD_S
 from ndtrain.engine.memory_check import require_memory
 from ndtrain.engine.resume import Resume, choose, require_steps_left
 from ndtrain.engine.threads import set_threads
@@ -98,7 +99,7 @@ def prepare(cfg: Config) -> RunSetup:
             undo.callback(claim.release)
             undo.enter_context(record_failure(Path(cfg.run.dir)))
         if world > 1:
-            patience_s = timeout_s + folder_lock.DEAD_S  # rank 0 may have to wait for the run folder
+            patience_s = timeout_s + DEAD_S  # rank 0 may have to wait for the run folder
             meeting = rendezvous.meet(rank, world, patience_s)
             if rank == 0:
                 shared_config.publish(meeting.messages, world, cfg, written, claim.as_message(), patience_s)

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ndtrain.device.process_owner import LAUNCH
 from ndtrain.run import folder_lock
-from ndtrain.run.run_owner import LAUNCH
 
 # why a run ended -> exit status of a launch script
 CODES = {

@@ -4,8 +4,7 @@
 owner. A file is created by a hard link, which is atomic and fails if the file exists. If several runs want the next
 number, exactly one gets it, and the numbers only grow.
 
-The owner's heartbeat is the modification time of its file, used as a counter. The owner sets it to a new value every
-`BEAT_S`, and observers only check if it changes. Clocks of different hosts are never compared.
+The owner's file has a heartbeat (`device/heartbeat`). Clocks of different hosts are never compared.
 
 A run takes over a folder
 - at once, if its owner has released it;
@@ -21,7 +20,6 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,14 +27,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ndtrain.config import ConfigError
-from ndtrain.run.run_owner import Owner
+from ndtrain.device.heartbeat import DEAD_S, Heartbeat, Silence, beat_of, release_beat, set_beat
+from ndtrain.device.process_owner import Owner
 
 FOLDER = "owner"  # in the run folder
-BEAT_S = 5.0  # interval of the heartbeat
-DEAD_S = 60.0  # a run on another host counts as dead if its heartbeat has not changed for this time
 POLL_S = 0.5  # interval at which an observer reads the heartbeat
-STALL_S = 5.0  # after a longer gap between two readings the observer starts again, because its own file system was slow
-_FIRST_BEAT_S = 1_000_000_000  # modification time of beat 0; a release sets it to 0
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems without hard links
 
 
@@ -120,27 +115,18 @@ class FolderLock(Claim):
 
     def __init__(self, file: Path, owner: Owner):
         super().__init__(file, owner)
-        self._ended, self._pid = threading.Event(), os.getpid()
-        self._thread = threading.Thread(target=self._beat, name="run folder lock", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        beats = 0
-        while not self._ended.wait(BEAT_S):
-            beats += 1
-            with suppress(OSError):  # the file system may be slow or full: the next beat may succeed
-                _set_beat(self.file, beats)
+        self._pid = os.getpid()
+        self._heartbeat = Heartbeat(file, "run folder lock")
 
     def release(self) -> None:
         """Release the folder. A second call, or a call in a forked process, does nothing."""
         super().release()
-        if self._ended.is_set() or os.getpid() != self._pid:
+        if self._heartbeat.stopped or os.getpid() != self._pid:
             return
-        self._ended.set()
-        self._thread.join(BEAT_S)  # it takes longer only if the file system hangs
+        self._heartbeat.stop()
         with suppress(OSError):
             if _read(self.file) == self.owner:
-                os.utime(self.file, ns=(0, 0))
+                release_beat(self.file)
 
 
 _claims: dict[str, Claim] = {}  # run folder -> the claim of this process
@@ -162,7 +148,7 @@ def owner_is_gone(run_dir: Path) -> bool | None:
     Return None if this machine cannot determine it.
     """
     file = _newest(run_dir / FOLDER)[1]
-    owner, beat = _read(file), _beat_of(file)
+    owner, beat = _read(file), beat_of(file)
     return True if beat == 0 else owner.is_gone(Owner.this_process()) if owner else None
 
 
@@ -208,7 +194,7 @@ def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], s
     Raises:
         ConfigError: the owner is alive.
     """
-    owner, beat = _read(file), _beat_of(file)
+    owner, beat = _read(file), beat_of(file)
     if beat == 0:
         return True
     if owner is not None:
@@ -223,17 +209,15 @@ def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], s
         file=sys.stderr,
         flush=True,
     )
-    since = read = clock()
-    while clock() - since < DEAD_S:
+    silence = Silence(beat, clock)
+    while silence.seconds < DEAD_S:
         sleep(POLL_S)
-        now = _beat_of(file)
-        if clock() - read > STALL_S:
-            since = clock()
-        read = clock()
+        now = beat_of(file)
         if now is None or now == 0:
             return now == 0
         if now != beat:
             raise _held(run_dir, _read(file) or owner, me)
+        silence.look(now)
     return True
 
 
@@ -274,30 +258,13 @@ def _read(file: Path) -> Owner | None:
         return None
 
 
-def _beat_of(file: Path) -> int | None:
-    """Return the heartbeat; 0 if the folder was released, None if there is no such file.
-
-    The file is opened, because NFS may answer `stat` from a cache that is a minute old.
-    """
-    try:
-        with open(file, "rb") as opened:
-            return os.fstat(opened.fileno()).st_mtime_ns
-    except FileNotFoundError:
-        return None
-
-
-def _set_beat(file: Path, number: int) -> None:
-    seconds = _FIRST_BEAT_S + 2 * number  # FAT stores times with a resolution of two seconds
-    os.utime(file, (seconds, seconds))
-
-
 def _create(file: Path, owner: Owner) -> bool:
     """Create an owner file with its content in one step. Return False if the file already exists for another owner."""
     text = json.dumps(asdict(owner), indent=1) + "\n"
     part = file.with_name(f".{owner.token}")
     try:
         part.write_text(text)
-        _set_beat(part, 0)
+        set_beat(part, 0)
         os.link(part, file)
         return True
     except FileExistsError:
@@ -318,5 +285,5 @@ def _create_without_links(file: Path, text: str) -> bool:
         return False
     with os.fdopen(descriptor, "w") as opened:
         opened.write(text)
-    _set_beat(file, 0)
+    set_beat(file, 0)
     return True

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from ndtrain.config import ConfigError
+from ndtrain.device.process_owner import LAUNCH
 from ndtrain.run import exit_status, folder_lock
 from ndtrain.run.cli import plain_config
-from ndtrain.run.run_owner import LAUNCH
 
 POLL_S = 0.2  # interval of the checks for the process of rank 0
 _KILLED = (exit_status.CODES["died"], 128 + signal.SIGKILL)  # statuses if a rank or the launcher itself was killed

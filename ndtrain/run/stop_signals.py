@@ -5,8 +5,8 @@ import signal
 import time
 from pathlib import Path
 
+from ndtrain.device.process_owner import LAUNCH
 from ndtrain.run.launcher import Launcher, torchrun_of_rank
-from ndtrain.run.run_owner import LAUNCH
 
 REPEAT_S = 2.0  # one Ctrl-C reaches a rank twice within this time: from the terminal and from torchrun
 POLL_S = 1.0  # interval between checks for the stop file, because a check takes milliseconds on shared storage

@@ -41,11 +41,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ndtrain.arguments import wants_help
 from ndtrain.config import ConfigError
 from ndtrain.device.cores import THREADS_ARE_A_DEFAULT, cpu_cores
+from ndtrain.device.process_owner import LAUNCH
 from ndtrain.run import agent_rendezvous, exit_status
 from ndtrain.run.descriptors import raise_limit
 from ndtrain.run.launcher_report import PRINTED, RUN_FOLDER_FILE, told_run_folder
 from ndtrain.run.listeners import INTERFACE, choose_interface, interface_address
-from ndtrain.run.run_owner import LAUNCH
 from ndtrain.run.signed_store import TOKEN
 
 _NO_ENDPOINT = "localhost:0"  # with an empty endpoint, torchrun prints that --master-addr is not used

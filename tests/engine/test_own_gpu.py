@@ -123,6 +123,7 @@ THREADS = {
     "data/prepare.py": False,
     "data/progress.py": False,
     "data/workers.py": False,
+    "device/heartbeat.py": False,
     "engine/island_wait.py": True,
     "engine/outer_step.py": False,
     "islands/leader.py": False,  # the islands' threads see only tensors on the host
@@ -130,7 +131,6 @@ THREADS = {
     "islands/wire.py": False,
     "model/init.py": False,  # `parallel/build.py` does: the model knows no rank
     "preflight/run.py": True,
-    "run/folder_lock.py": False,
     "run/launcher.py": False,
     "run/hang_watchdog.py": False,  # it reads results that another thread has set
 }

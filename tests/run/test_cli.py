@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from ndtrain.checkpoint.elements import digest
 from ndtrain.config import load_config, resolve
+from ndtrain.device.process_owner import LAUNCH
 from ndtrain.run import exit_status, launch_query, stop_signals
-from ndtrain.run.run_owner import LAUNCH
 from ndtrain.train import main
 from tests.lib.disks import tmpfs
 from tests.lib.helpers import (

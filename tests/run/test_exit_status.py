@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ndtrain.device.process_owner import LAUNCH
 from ndtrain.run import exit_status, folder_lock, launch_query
-from ndtrain.run.run_owner import LAUNCH
 from tests.lib.disks import tmpfs
 from tests.lib.helpers import checkpoint_of
 

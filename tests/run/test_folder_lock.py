@@ -18,10 +18,12 @@ import pytest
 
 from ndtrain import Trainer, compose
 from ndtrain.config import ConfigError
+from ndtrain.device import heartbeat
+from ndtrain.device.heartbeat import BEAT_S, DEAD_S, beat_of, set_beat
+from ndtrain.device.process_owner import LAUNCH, Owner
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.run import exit_status, folder_lock
-from ndtrain.run.folder_lock import BEAT_S, DEAD_S, Claim, FolderLock, FolderLost, acquire
-from ndtrain.run.run_owner import LAUNCH, Owner
+from ndtrain.run.folder_lock import Claim, FolderLock, FolderLost, acquire
 from ndtrain.train import main
 from tests.lib import namespaces
 from tests.lib.helpers import (
@@ -68,8 +70,7 @@ def elsewhere(name: str = "n1", **fields) -> Owner:
 def left_by(run_dir: Path, owner: Owner) -> Path:
     """An owner file as a killed run leaves it. Returns the file."""
     lock = acquire(run_dir, owner)
-    lock._ended.set()
-    lock._thread.join()
+    lock._heartbeat.stop()
     Claim.release(lock)
     return lock.file
 
@@ -143,7 +144,7 @@ def test_living_owner_on_other_machine_is_never_replaced(skew_s, tmp_path):
     right = time.time()
     with mock.patch("time.time", lambda: right + skew_s):
         file = left_by(tmp_path, elsewhere())
-        beat = lambda now: folder_lock._set_beat(file, 1) if now >= DEAD_S - 1 else None
+        beat = lambda now: set_beat(file, 1) if now >= DEAD_S - 1 else None
         with pytest.raises(ConfigError, match="belongs to a run that is alive: pid 7 on host n1"):
             taken(tmp_path, then=beat)
 
@@ -159,12 +160,12 @@ def test_slow_file_system_of_observer_replaces_no_owner(tmp_path):
 
 
 def test_owner_file_beats_until_release(tmp_path):
-    with mock.patch.object(folder_lock, "BEAT_S", 0.01):
+    with mock.patch.object(heartbeat, "BEAT_S", 0.01):
         lock = acquire(tmp_path)
-        seen = {folder_lock._beat_of(lock.file)}
-        wait_for(lambda: seen.add(folder_lock._beat_of(lock.file)) or len(seen) > 3, "beats")
+        seen = {beat_of(lock.file)}
+        wait_for(lambda: seen.add(beat_of(lock.file)) or len(seen) > 3, "beats")
         lock.release()
-    assert folder_lock._beat_of(lock.file) == 0 and not lock._thread.is_alive()
+    assert beat_of(lock.file) == 0 and not lock._heartbeat.alive
     assert BEAT_S * 5 < DEAD_S
 
 
@@ -272,7 +273,7 @@ def test_a_removed_owner_file_is_restored(tmp_path):
         lock.check()
     other.release()
     lock.release()
-    assert folder_lock._beat_of(other.file) == 0
+    assert beat_of(other.file) == 0
 
 
 def test_newer_owner_file_counts_before_cleanup(tmp_path):
@@ -288,9 +289,9 @@ def test_unresponsive_file_system_ends_no_run(tmp_path):
     for function in ("os.listdir", "pathlib.Path.read_text"):
         with mock.patch(function, side_effect=TimeoutError(110, "no answer")):
             lock.check()
-    with mock.patch("os.utime", side_effect=OSError(28, "full")), mock.patch.object(folder_lock, "BEAT_S", 0.01):
+    with mock.patch("os.utime", side_effect=OSError(28, "full")), mock.patch.object(heartbeat, "BEAT_S", 0.01):
         time.sleep(0.05)
-        assert lock._thread.is_alive()
+        assert lock._heartbeat.alive
     lock.release()
 
 
@@ -321,7 +322,7 @@ def test_random_trials_have_one_writer(seed, tmp_path, monkeypatch):
             if name not in paused:
                 beats[name] = beats.get(name, 0) + 1
                 if now % BEAT_S < 1 and lock.file.exists():
-                    folder_lock._set_beat(lock.file, beats[name])
+                    set_beat(lock.file, beats[name])
 
     def start(name: str) -> None:
         began, before = clock.now, owner[-1:]
@@ -333,7 +334,7 @@ def test_random_trials_have_one_writer(seed, tmp_path, monkeypatch):
             assert before[0] not in paused or alive[before[0]].owner.machine == me.machine
             return
         assert clock.now - began <= DEAD_S + 1, "stuck for longer than stated"
-        lock._ended.set()  # the test beats
+        lock._heartbeat.stop()  # the test beats
         assert not before or before[0] not in alive or clock.now - paused[before[0]] >= DEAD_S, "it was alive"
         alive[name] = lock
         owner.append(name)

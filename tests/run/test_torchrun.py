@@ -13,10 +13,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import ndtrain.bench.__main__ as bench
 from ndtrain.device.cores import THREADS_ARE_A_DEFAULT
+from ndtrain.device.process_owner import LAUNCH
 from ndtrain.run import exit_status, torchrun
 from ndtrain.run.agent_rendezvous import ONE_HOST, SEVERAL_HOSTS
 from ndtrain.run.launcher_report import ERROR_FILE, RUN_FOLDER_FILE, record_error, tell_run_folder
-from ndtrain.run.run_owner import LAUNCH
 from ndtrain.run.signed_store import TOKEN
 from tests.lib.helpers import MARK, arguments, processes, reset_signals, rows, wait_for, write_corpus
 

@@ -1,4 +1,4 @@
-"""The owner of a run folder: a process, identified uniquely, with a check if it is still alive."""
+"""The owner of a folder: a process, identified uniquely, with a check if it is still alive."""
 
 import os
 import uuid
