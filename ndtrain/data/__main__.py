@@ -15,10 +15,12 @@ python -m ndtrain.data prepare out=<folder> data=text data.path=corpus/ data.tok
                       hf: configuration of the dataset, split to train on, split to validate on
   data.cache          folder that keeps a trained bpe
   workers             processes that tokenise (default: one per core)
-  unit                bytes of text that a worker takes at a time (default: {unit}, less for a small corpus)
+  shard               bytes of text in a shard of the tokens (default: a 64th of the corpus, 256 KiB to 256 MiB; more
+                      for a corpus of more than 256 GiB)
 
-After an interrupt or a kill, the same command resumes where it stopped. It starts over if the corpus has changed. It
-refuses a folder that was made with another tokenizer.
+Several hosts can share the work: run the same command on each, with a folder that all of them see. After an interrupt
+or a kill, the same command goes on after the last finished shard. It starts over if the corpus has changed. It refuses
+a folder that was made with another tokenizer.
 """
 
 import sys
@@ -31,26 +33,24 @@ from ndtrain.arguments import near, status_of
 from ndtrain.config import ConfigError, DataConfig, check_overrides, load_config, registry
 from ndtrain.config.data_checks import check_data
 from ndtrain.data.manifest import Manifest
-from ndtrain.data.prepare import PART_BYTES, prepare
+from ndtrain.data.prepare import prepare
 from ndtrain.data.progress import ProgressDisplay, TextProgress
 from ndtrain.data.workers import WorkerDied, start_forkserver
 from ndtrain.device.cores import cpu_cores
 
 VOCAB_SIZE = 4096  # if data.vocab_size is not given, since there is no model to take it from
 _DATA = ("path", "tokenizer", "vocab_size", "validation", "text_key", "subset", "split", "eval_split", "cache")
-KEYS = ("out", "workers", "unit", "plugins", "data", *(f"data.{name}" for name in _DATA))
+KEYS = ("out", "workers", "shard", "plugins", "data", *(f"data.{name}" for name in _DATA))
 _KINDS = ("python", "text", "jsonl", "hf")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of the command. `unit` is the bytes of text that a worker takes at a time (None: by the corpus
-    size).
-    """
+    """The arguments of the command. `shard` is the bytes of text in a shard (None: by the size of the corpus)."""
 
     out: Path
     workers: int
-    unit: int | None
+    shard: int | None
     data: DataConfig
 
 
@@ -60,7 +60,7 @@ def main(args: Sequence[str]) -> int:
     The status is 2 if an argument or the corpus is unusable, 1 if the disk or a worker fails, and 130 after Ctrl-C.
     """
     if not args or {"-h", "--help"} & set(args):
-        print((__doc__ or "").format(vocab_size=VOCAB_SIZE, validation=DataConfig.validation, unit=PART_BYTES).strip())
+        print((__doc__ or "").format(vocab_size=VOCAB_SIZE, validation=DataConfig.validation).strip())
         return 0 if args else 2
     try:
         if args[0] != "prepare":
@@ -101,7 +101,7 @@ def parse(args: Sequence[str]) -> Options:
     return Options(
         out=Path(given["out"]).expanduser(),
         workers=_count("workers", given.get("workers", str(cpu_cores()))),
-        unit=_count("unit", given["unit"]) if "unit" in given else None,
+        shard=_count("shard", given["shard"]) if "shard" in given else None,
         data=cfg.data,
     )
 
@@ -134,11 +134,11 @@ def run(options: Options) -> int:
         ConfigError: the preparation cannot start, or a document cannot be read.
     """
     display = ProgressDisplay()
-    again = f"{options.out} keeps the finished parts, run the same command again to resume"
+    again = f"{options.out} keeps the finished shards, run the same command again to go on"
     try:
         with closing(display):
             manifest = prepare(
-                options.data, options.out, options.workers, options.unit, note=display.note, on_progress=display.show
+                options.data, options.out, options.workers, options.shard, note=display.note, on_progress=display.show
             )
     except KeyboardInterrupt:
         print(f"stopped{display.location()}: {again}", file=sys.stderr)

@@ -16,7 +16,7 @@ from ndtrain.config import ConfigError
 T = TypeVar("T")
 
 _SAMPLE_BYTES = 1 << 16  # of one block that `sampled_digest` reads
-_SAMPLES = 256
+SAMPLES = 256  # of a corpus
 
 
 def digest(*parts: Any) -> str:
@@ -54,13 +54,14 @@ def load_or_build(entry: Path, load: Callable[[], T | None], build: Callable[[],
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, suffix: str = ".tmp") -> Iterator[BinaryIO]:
     """Yield a file to write. If the block ends without an exception, flush it to disk and rename it to `path`.
 
-    The caller holds the lock of the entry, so one temporary name is enough: the next builder overwrites the file of a
-    killed one.
+    Args:
+        suffix: of the temporary file. The default is for writers that hold the lock of the entry: the next builder
+            overwrites the file of a killed one.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + suffix)
     try:
         with temporary.open("wb") as file:
             yield file
@@ -72,14 +73,14 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def sampled_digest(path: Path) -> str:
-    """Return a digest of a file's size and of up to 256 blocks of 64 KiB, spread evenly over it.
+def sampled_digest(path: Path, samples: int = SAMPLES) -> str:
+    """Return a digest of a file's size and of up to `samples` blocks of 64 KiB, spread evenly over it.
 
-    A file of up to 16 MiB is read whole. For a larger file the digest detects truncation and large missing regions, and
-    its cost does not grow with the corpus.
+    A file of up to so many blocks (16 MiB) is read whole. For a larger file the digest detects truncation and large
+    missing regions, and its cost does not grow with the corpus.
     """
     size = path.stat().st_size
-    count = min(_SAMPLES, -(-size // _SAMPLE_BYTES))
+    count = min(samples, -(-size // _SAMPLE_BYTES))
     hashed = blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
         for offset in np.linspace(0, max(0, size - _SAMPLE_BYTES), count).astype(np.int64):

@@ -26,7 +26,7 @@ from ndtrain.data.store import (
     open_token_file,
     tokenise,
 )
-from ndtrain.data.token_array import Tokens, indexed_starts
+from ndtrain.data.token_array import LazyFiles, Tokens, indexed_starts
 from ndtrain.data.token_files import TokenFiles, open_token_files
 from ndtrain.data.tokenizer import Tokenizer, saved_tokenizer
 
@@ -154,12 +154,20 @@ def _prepared(cfg: Config, data: DataConfig, manifest: Manifest, cache: Path) ->
             f"model.vocab_size={cfg.model.vocab_size} is less than the {manifest.vocab_size} tokens that "
             f"data.path={data.path} was prepared with: {_vocabulary_fix(cfg, manifest.vocab_size)}"
         )
-    dtype = np.dtype(manifest.dtype).newbyteorder("<")
-    train, validation = (map_tokens(manifest.path(split), dtype) for split in ("train", "validation"))
+    train, validation = (_tokens_of(manifest, split) for split in ("train", "validation"))
     if data.validation_path is not None:
         validation, _ = _scanned(cfg, data.validation_path, manifest.dtype, cache, "data.validation_path")
     tokens = TokenCorpus(f"data.path={data.path}", train, validation, manifest.fingerprint, manifest.eos_id)
     return _TokenFile(tokens, saved_tokenizer(manifest.folder, manifest.eos_id), manifest.vocab_size)
+
+
+def _tokens_of(manifest: Manifest, split: str) -> Tokens:
+    """Return the tokens of a split. Several files are opened as they are read."""
+    dtype, paths = np.dtype(manifest.dtype).newbyteorder("<"), manifest.paths(split)
+    if len(paths) == 1:
+        return map_tokens(paths[0], dtype)
+    sizes = [shard.tokens for shard in manifest.files[split]]
+    return LazyFiles(sizes, lambda number: map_tokens(paths[number], dtype), dtype).array()
 
 
 def _scanned(cfg: Config, path: str, dtype: str, cache: Path, key: str) -> tuple[np.ndarray, TokenFileScan]:

@@ -1,44 +1,47 @@
 """Text to token files, in parallel and restartable: `python -m ndtrain.data prepare`.
 
-The corpus is partitioned. Worker processes tokenise the parts, each part into its own files. Meanwhile this process
-appends these files, in order, to the token files of the whole corpus. It then writes the manifest, and only after that
-removes the files of the parts.
+The corpus is partitioned into units, and consecutive units into shards. A process claims a shard, its workers tokenise
+the units, and the process writes the shard's token files. Processes on several hosts may share one folder: each runs
+the same command. When all shards are made, one process reads them once for the fingerprint and writes the manifest.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from ndtrain.config import ConfigError, DataConfig
-from ndtrain.data.cache import atomic_write, sampled_digest
+from ndtrain.data.claims import POLL_S, Claims, members
 from ndtrain.data.corpora import open_corpus
 from ndtrain.data.documents import SPLITS, Corpus, require_training_text
 from ndtrain.data.manifest import (
-    PARTS,
+    WORK,
     Manifest,
     Plan,
+    TokenShard,
+    finish_preparation,
     lock_folder,
-    remove_work_files,
-    split_path,
+    make_folder,
+    read_manifest,
     start_preparation,
 )
 from ndtrain.data.progress import TextProgress
-from ndtrain.data.store import SplitStats, SplitWriter, corpus_fingerprint, corpus_tokenizer, token_dtype
+from ndtrain.data.shards import SharedPreparation, partition
+from ndtrain.data.store import SplitStats, corpus_fingerprint, corpus_tokenizer, token_dtype
 from ndtrain.data.tokenizer import Tokenizer
-from ndtrain.data.workers import TokenisedPart, TokeniseJob, WorkerPool
+from ndtrain.data.workers import WorkerPool
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-PART_BYTES = 8 << 20  # of text that a worker takes at a time; less if that would make few parts
-_PARTS, _LEAST_PART_BYTES = 64, 1 << 18
-_COPY_BYTES = 1 << 20  # copied at a time
+UNIT_BYTES = 8 << 20  # of text that a worker takes at a time; less if the shards are smaller
+_SHARDS, _MOST_SHARDS = 64, 1024  # of a small and of a large corpus
+_SHARD_BYTES = (1 << 18, 1 << 28, 1 << 32)  # of text: the least, the most up to 64 shards, the most
 _SOURCE_KEYS = ("name", "path", "tokenizer", "vocab_size", "text_key", "subset", "split", "eval_split", "validation")
 
 
@@ -46,42 +49,68 @@ def prepare(
     data: DataConfig,
     out: Path,
     workers: int,
-    part_bytes: int | None = None,
+    shard_bytes: int | None = None,
     note: Callable[[str], None] = log.info,
     on_progress: Callable[[TextProgress], None] = lambda progress: None,
 ) -> Manifest:
-    """Prepare the corpus that `data` names in the folder `out`, or resume an earlier call.
+    """Prepare the corpus that `data` names in the folder `out`, or go on with an earlier call.
 
-    After an error or a kill, the same call resumes where this one stopped.
+    After an error or a kill, the same call goes on after the last finished shard. Processes on several hosts that make
+    the same call share the work, and all return when it is done.
 
     Args:
-        workers: the number of processes that tokenise.
-        part_bytes: bytes of text that a worker takes at a time; None: by the size of the corpus.
+        workers: the number of processes that tokenise on this host.
+        shard_bytes: bytes of text in a shard; None: `shard_size` of the corpus.
         note: called with a line of text when there is something to report.
-        on_progress: called at the start and after each part.
+        on_progress: called at the start and after each unit.
 
     Raises:
-        ConfigError: the corpus, the tokenizer or the folder is unusable, or a document cannot be read.
+        ConfigError: the corpus, the tokenizer or the folder is unusable, a document cannot be read, or another process
+            has started the folder over.
         OSError: the disk is full or fails.
         WorkerDied: a worker process was killed, perhaps for lack of memory.
     """
     corpus = open_corpus(data)
+    make_folder(out)
+    tokenizer = _interruptible(partial(corpus_tokenizer, data, corpus, Path(data.cache).expanduser()))
+    shard_bytes = shard_bytes or shard_size(corpus.size())
+    plan = Plan(corpus.key(), tokenizer.digest(), min(UNIT_BYTES, shard_bytes), shard_bytes)
     with lock_folder(out):
-        tokenizer = _interruptible(partial(corpus_tokenizer, data, corpus, Path(data.cache).expanduser()))
-        part_bytes = part_bytes or min(PART_BYTES, max(_LEAST_PART_BYTES, corpus.size() // _PARTS))
-        plan = Plan(corpus.key(), tokenizer.digest(), part_bytes)
-        manifest = start_preparation(out, plan, note)
-        if manifest is None:
-            partition = list(corpus.partition(part_bytes))
-            workers = min(workers, len(partition))
-            note(f"{corpus.describe()}: {_count_of(len(partition), 'unit')} for {_count_of(workers, 'worker')}")
-            sizes = [size for _, size in partition]
-            with WorkerPool(workers, TokeniseJob(out / PARTS, plan.digest(), tokenizer)) as pool:
-                parts = _report(pool.results(part for part, _ in partition), sizes, on_progress)
-                splits = _join(out, _in_order(parts), partial(_check_corpus, corpus, plan))
-            manifest = _write_manifest(out, plan, tokenizer, data, splits)
-        remove_work_files(out)
-    return manifest
+        if manifest := start_preparation(out, plan, note):
+            return manifest
+        others = len(members(out / WORK))
+        claims = Claims(out / WORK)
+    with claims:
+        shards = partition(corpus, plan)
+        units = sum(len(shard.units) for shard in shards)
+        workers = min(workers, units)
+        note(
+            f"{corpus.describe()}: {_count_of(units, 'unit')} in {_count_of(len(shards), 'shard')} for "
+            f"{_count_of(workers, 'worker')}"
+            + (f", shared with {_count_of(others, 'other process')}" if others else "")
+        )
+        work = SharedPreparation(out, plan, shards, claims, on_progress)
+        with WorkerPool(workers, tokenizer) as pool:
+            while True:
+                try:
+                    work.make_shards(pool)
+                    manifest = _finish(work, corpus, tokenizer, data)
+                except FileNotFoundError:  # of the folder `work`: another process has finished
+                    manifest = read_manifest(out, f"out={out}")
+                    if manifest is None or manifest.plan != plan:
+                        raise
+                if manifest:
+                    return manifest
+                time.sleep(POLL_S)
+
+
+def shard_size(corpus: int) -> int:
+    """Return the bytes of text in a shard for a corpus of `corpus` bytes.
+
+    Up to 16 GiB that makes 64 shards, then shards of 256 MiB, from 256 GiB on 1,024 shards, and then shards of 4 GiB.
+    """
+    least, usual, most = _SHARD_BYTES
+    return max(least, min(corpus // _SHARDS, max(usual, min(corpus // _MOST_SHARDS, most))))
 
 
 def _interruptible(work: Callable[[], T]) -> T:
@@ -102,24 +131,32 @@ def _interruptible(work: Callable[[], T]) -> T:
 
 
 def _count_of(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+    plural = what + ("es" if what.endswith("s") else "s")
+    return f"{number} {what if number == 1 else plural}"
 
 
-def _report(
-    parts: Iterable[TokenisedPart], sizes: Sequence[int], on_progress: Callable[[TextProgress], None]
-) -> Iterator[TokenisedPart]:
-    """Yield the parts and report the progress. `sizes` are the bytes of each part, by its number."""
-    progress = TextProgress(sum(sizes))
-    on_progress(progress)
-    for part in parts:
-        size = sizes[part.number]
-        progress.done += size
-        if part.reused:
-            progress.reused += size
-        else:
-            progress.tokens += sum(split.tokens for split in part.splits.values())
-        on_progress(progress)
-        yield part
+# ------------------------------------------------------------------------------------------------------------- the end
+
+
+def _finish(work: SharedPreparation, corpus: Corpus, tokenizer: Tokenizer, data: DataConfig) -> Manifest | None:
+    """Write the manifest and return it; None if shards are missing or damaged, or another process does this.
+
+    Raises:
+        ConfigError: the corpus has changed since it was partitioned, or it has no training tokens.
+        FileNotFoundError: another process has finished, and removed the claims and records.
+    """
+    if work.unmade() or not work.claims.take("manifest"):
+        return None
+    whole = work.read_all()
+    if whole is None:
+        work.claims.release("manifest")
+        return None
+    _check_corpus(corpus, work.plan, {split: stats for split, (stats, _) in whole.items()})
+    with lock_folder(work.out):
+        tokenizer.save(work.out)
+        manifest = _manifest(work, tokenizer, data, whole)
+        finish_preparation(manifest)
+    return manifest
 
 
 def _check_corpus(corpus: Corpus, plan: Plan, splits: dict[str, SplitStats]) -> None:
@@ -133,13 +170,15 @@ def _check_corpus(corpus: Corpus, plan: Plan, splits: dict[str, SplitStats]) -> 
     require_training_text(corpus.setting, splits["train"].tokens, splits["validation"].tokens)
 
 
-def _write_manifest(
-    out: Path, plan: Plan, tokenizer: Tokenizer, data: DataConfig, splits: dict[str, SplitStats]
+def _manifest(
+    work: SharedPreparation,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    whole: dict[str, tuple[SplitStats, list[TokenShard]]],
 ) -> Manifest:
-    """Write the files of the tokenizer, then the manifest."""
-    tokenizer.save(out)
-    manifest = Manifest(
-        folder=out,
+    splits = {split: stats for split, (stats, _) in whole.items()}
+    return Manifest(
+        folder=work.out,
         dtype=token_dtype(tokenizer.vocab_size),
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
@@ -147,53 +186,14 @@ def _write_manifest(
         tokenizer=tokenizer.digest(),
         tokens={split: stats.tokens for split, stats in splits.items()},
         documents={split: stats.documents for split, stats in splits.items()},
-        files={s: {"blake2b": t.digest, "spot": sampled_digest(split_path(out, s))} for s, t in splits.items()},
+        files={split: tuple(files) for split, (_, files) in whole.items()},
+        samples=work.samples,
         fingerprint=corpus_fingerprint(*(splits[split].digest for split in SPLITS)),
-        plan=plan,
+        plan=work.plan,
         source={key: getattr(data, key) for key in (*_SOURCE_KEYS, *_own_keys(data))},
     )
-    manifest.write()
-    return manifest
 
 
 def _own_keys(data: DataConfig) -> list[str]:
     """Return the keys that only the config of a plugin's source has."""
     return [f.name for f in fields(data) if f.name not in DataConfig.__dataclass_fields__]
-
-
-# ---------------------------------------------------------------------------------------------------------- joining
-
-
-def _in_order(parts: Iterable[TokenisedPart]) -> Iterator[TokenisedPart]:
-    """Yield the parts by number, each as soon as all earlier parts have arrived."""
-    waiting: dict[int, TokenisedPart] = {}
-    following = 0
-    for part in parts:
-        waiting[part.number] = part
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1
-
-
-def _join(
-    out: Path, parts: Iterable[TokenisedPart], check: Callable[[dict[str, SplitStats]], None]
-) -> dict[str, SplitStats]:
-    """Append the token files of all parts to the files of the whole corpus, and return the statistics of these.
-
-    The files of the whole corpus appear in `out` at the end, unless `check` raises.
-    """
-    with ExitStack() as stack:
-        writers = {s: SplitWriter(stack.enter_context(atomic_write(split_path(out, s)))) for s in SPLITS}
-        for part in parts:
-            for split, writer in writers.items():
-                _append(writer, part.files[split], part.splits[split])
-        splits = {split: writer.stats() for split, writer in writers.items()}
-        check(splits)
-    return splits
-
-
-def _append(writer: SplitWriter, path: Path, stats: SplitStats) -> None:
-    with path.open("rb") as file:
-        while block := file.read(_COPY_BYTES):
-            writer.write(block)
-    writer.count(stats.tokens, stats.documents, stats.largest)

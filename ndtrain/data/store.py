@@ -93,7 +93,7 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, entry: Path) -> None:
     with progress_on_stderr("tokenising", corpus.size()) as advance:
         stats = write_splits(corpus, tokenizer, paths, lambda chunk, ids: advance(chunk.size, len(ids)))
     record = {
-        "dtype": np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<").str,
+        "dtype": stored_dtype(tokenizer).str,
         "files": {split: sampled_digest(path) for split, path in paths.items()},
         "fingerprint": corpus_fingerprint(*(stats[split].digest for split in SPLITS)),
     }
@@ -108,6 +108,11 @@ def _write_entry(entry: Path, record: dict[str, Any]) -> None:
 def token_dtype(vocab_size: int) -> str:
     """Return the dtype in which token ids are stored: uint16 if they fit, else uint32."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def stored_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Return the dtype of the tokenizer's ids in files, little-endian."""
+    return np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
 
 
 def corpus_fingerprint(train: str, validation: str) -> str:
@@ -134,6 +139,19 @@ class SplitStats:
     digest: str
 
 
+@dataclass(frozen=True)
+class SplitTokens:
+    """Consecutive tokens of one split.
+
+    Attributes:
+        ids: in their stored form, [n].
+        documents: the number of documents that end in them.
+    """
+
+    ids: np.ndarray
+    documents: int
+
+
 class SplitWriter:
     """Writes the token file of one split and counts what it writes."""
 
@@ -141,16 +159,13 @@ class SplitWriter:
         self._file, self._hashed = file, content_hash()
         self._tokens, self._documents, self._largest = 0, 0, -1
 
-    def write(self, ids: bytes | np.ndarray) -> None:
-        """Append token ids in their stored form."""
-        self._file.write(ids)
-        self._hashed.update(ids)
-
-    def count(self, tokens: int, documents: int, largest: int) -> None:
-        """Count what was appended: tokens, finished documents, and the largest id (-1: no token)."""
-        self._tokens += tokens
-        self._documents += documents
-        self._largest = max(self._largest, largest)
+    def write(self, tokens: SplitTokens) -> None:
+        """Append tokens."""
+        self._file.write(tokens.ids)
+        self._hashed.update(tokens.ids)
+        self._tokens += len(tokens.ids)
+        self._documents += tokens.documents
+        self._largest = max(self._largest, int(tokens.ids.max()) if len(tokens.ids) else -1)
 
     def stats(self) -> SplitStats:
         return SplitStats(self._tokens, self._documents, self._largest, self._hashed.hexdigest())
@@ -173,14 +188,12 @@ def write_splits(
     Raises:
         ConfigError: a document cannot be read.
     """
-    dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
+    dtype = stored_dtype(tokenizer)
     with ExitStack() as stack:
         writers = {split: SplitWriter(stack.enter_context(atomic_write(path))) for split, path in paths.items()}
         for chunk, token_ids in encode_chunks(corpus.chunks(), tokenizer):
             ids = np.asarray(token_ids, dtype)
-            writer = writers[SPLITS[chunk.held_out]]
-            writer.write(ids)
-            writer.count(len(ids), chunk.last, int(ids.max()) if len(ids) else -1)
+            writers[SPLITS[chunk.held_out]].write(SplitTokens(ids, int(chunk.last)))
             on_chunk(chunk, ids)
     return {split: writer.stats() for split, writer in writers.items()}
 

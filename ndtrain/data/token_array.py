@@ -1,16 +1,44 @@
 """Runs of tokens of several files as one flat array, and the starts of documents in a packed sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+
+_MOST_OPEN = 1024  # of the files of a `LazyFiles`: a process may have 65,530 mappings
+
+
+class LazyFiles(Sequence[np.ndarray]):
+    """Token files that are opened when they are first read. A limited number is open at a time.
+
+    Args:
+        sizes: the number of tokens in each file.
+        open_file: returns the array of the file with this number, [size].
+        dtype: of all files.
+    """
+
+    def __init__(self, sizes: Sequence[int], open_file: Callable[[int], np.ndarray], dtype: np.dtype):
+        self.sizes, self.dtype = sizes, dtype
+        self._open_file = lru_cache(_MOST_OPEN)(open_file)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, number):
+        return self._open_file(number)
+
+    def array(self) -> "TokenArray":
+        """Return the tokens of all files, one after the other."""
+        starts = np.zeros(len(self), np.int64)
+        return TokenArray(self, np.stack([np.arange(len(self)), starts, np.asarray(self.sizes, np.int64)]))
 
 
 class TokenArray:
     """A flat read-only array of tokens, made of runs of several files. Slicing it reads from the files.
 
     Args:
-        files: arrays of ids, [n] each.
+        files: arrays of ids, [n] each, at least one; or a `LazyFiles`.
         runs: int64 [3, R]: the file of each run, its start in this file, and its length, at least 1.
         document_starts: int64 [documents], ascending: the starts of documents in this array, from the index of their
             file; None: no index is used, since a token ends each document.
@@ -18,10 +46,11 @@ class TokenArray:
 
     def __init__(self, files: Sequence[np.ndarray], runs: np.ndarray, document_starts: np.ndarray | None = None):
         self.document_starts = document_starts
-        self._files = [np.asarray(file) for file in files]  # indexing a memmap is slow
+        lazy = isinstance(files, LazyFiles)
+        self._files = files if lazy else [np.asarray(file) for file in files]  # indexing a memmap is slow
         self._file, self._start = runs[0], runs[1]
         self._offsets = np.concatenate([[0], np.cumsum(runs[2])])  # where each run starts in this array
-        self.dtype = np.result_type(*self._files) if self._files else np.dtype(np.uint16)
+        self.dtype = files.dtype if lazy else np.result_type(*self._files) if self._files else np.dtype(np.uint16)
 
     def __len__(self) -> int:
         return int(self._offsets[-1])

@@ -1,98 +1,75 @@
-"""Worker processes that tokenise a corpus part by part.
-
-A part of the corpus becomes a token file for each split, and a record with the digests of these files. The record is
-written last. A part whose record matches its files is never made again.
-"""
+"""Worker processes that tokenise a corpus unit by unit, and send the tokens back in pieces."""
 
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from hashlib import file_digest
+from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
 
 from ndtrain.config import ConfigError, registry
-from ndtrain.data.documents import SPLITS, Corpus
-from ndtrain.data.manifest import read_json, write_json
-from ndtrain.data.store import SplitStats, content_hash, write_splits
+from ndtrain.data.documents import SPLITS, Corpus, TextChunk
+from ndtrain.data.store import SplitTokens, encode_chunks, stored_dtype
 from ndtrain.data.tokenizer import Tokenizer
 
+K = TypeVar("K")
 
-@dataclass(frozen=True)
-class TokeniseJob:
-    """The inputs that all parts of a preparation share.
-
-    Attributes:
-        folder: holds the files of the parts.
-        plan: the digest of the plan.
-    """
-
-    folder: Path
-    plan: str
-    tokenizer: Tokenizer
-
-    def files(self, number: int) -> dict[str, Path]:
-        """Return split -> the token file of a part."""
-        return {split: self.folder / f"{number:06}.{split}.bin" for split in SPLITS}
-
-    def record(self, number: int) -> Path:
-        """Return the file with the statistics of a part's token files."""
-        return self.folder / f"{number:06}.json"
+_PIECE_TOKENS = 1 << 19
+_MOST_WAITING = 1 << 30  # bytes of tokens held for later units; a worker beyond that waits until its unit's turn
 
 
 @dataclass(frozen=True)
-class TokenisedPart:
-    """A part whose files are complete.
+class TokenisedPiece:
+    """The tokens of consecutive documents of a unit, or of a part of one document.
 
     Attributes:
-        number: its position in the corpus.
-        files, splits: for each split the token file and its statistics.
-        reused: True if an earlier run made the part.
+        splits: split -> tokens; splits without tokens are left out.
+        last: True if the unit ends with this piece.
     """
 
-    number: int
-    files: dict[str, Path]
-    splits: dict[str, SplitStats]
-    reused: bool
+    splits: dict[str, SplitTokens]
+    last: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tokens.ids.nbytes for tokens in self.splits.values())
 
 
-def tokenise_part(job: TokeniseJob, number: int, corpus: Corpus) -> TokenisedPart:
-    """Tokenise one part of the corpus, unless an earlier run has done so.
+def tokenise_unit(tokenizer: Tokenizer, unit: Corpus) -> Iterator[TokenisedPiece]:
+    """Tokenise a unit of the corpus.
 
     Raises:
         ConfigError: a document cannot be read.
-        OSError: the files cannot be written.
     """
-    files = job.files(number)
-    if splits := _finished_splits(job, number):
-        return TokenisedPart(number, files, splits, reused=True)
-    splits = write_splits(corpus, job.tokenizer, files)
-    write_json(job.record(number), {"plan": job.plan, **{split: asdict(stats) for split, stats in splits.items()}})
-    return TokenisedPart(number, files, splits, reused=False)
+    dtype = stored_dtype(tokenizer)
+    waiting: list[tuple[TextChunk, np.ndarray]] = []
+    tokens = 0
+    for chunk, ids in encode_chunks(unit.chunks(), tokenizer):
+        waiting.append((chunk, np.asarray(ids, dtype)))
+        tokens += len(ids)
+        if tokens >= _PIECE_TOKENS:
+            yield TokenisedPiece(_by_split(waiting), last=False)
+            waiting, tokens = [], 0
+    yield TokenisedPiece(_by_split(waiting), last=True)
 
 
-def _finished_splits(job: TokeniseJob, number: int) -> dict[str, SplitStats] | None:
-    """Return the statistics of a part's files; None if the part is incomplete or another plan made it."""
-    try:
-        record = read_json(job.record(number))
-        if record is None or record["plan"] != job.plan:
-            return None
-        splits = {split: SplitStats(**record[split]) for split in SPLITS}
-        for split, path in job.files(number).items():
-            with path.open("rb") as file:
-                if file_digest(file, content_hash).hexdigest() != splits[split].digest:
-                    return None
-        return splits
-    except (FileNotFoundError, ValueError):  # a damaged record
-        return None
+def _by_split(chunks: list[tuple[TextChunk, np.ndarray]]) -> dict[str, SplitTokens]:
+    of_split = [[(chunk, ids) for chunk, ids in chunks if chunk.held_out == held] for held in (False, True)]
+    return {
+        split: SplitTokens(np.concatenate([ids for _, ids in own]), sum(chunk.last for chunk, _ in own))
+        for split, own in zip(SPLITS, of_split, strict=True)
+        if own
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
@@ -102,14 +79,26 @@ class WorkerDied(RuntimeError):
     """A worker process ended unexpectedly. The message is one line."""
 
 
+@dataclass
+class _Unit:
+    """A unit that a worker has, or whose pieces wait for their turn.
+
+    Attributes:
+        key: what the caller knows it by.
+    """
+
+    key: Any
+    pieces: deque[TokenisedPiece] = field(default_factory=deque)
+
+
 class WorkerPool:
-    """Processes that tokenise parts, each one part at a time.
+    """Processes that tokenise units, each one unit at a time.
 
     They end when the block ends, and when this process ends for any reason.
     """
 
-    def __init__(self, workers: int, job: TokeniseJob):
-        self._workers, self._job = workers, job
+    def __init__(self, workers: int, tokenizer: Tokenizer):
+        self._workers, self._tokenizer = workers, tokenizer
         self._processes: dict[Connection, BaseProcess] = {}
 
     def __enter__(self) -> "WorkerPool":
@@ -132,42 +121,52 @@ class WorkerPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._job), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._tokenizer), daemon=True)
         process.start()
         theirs.close()  # so that the pipe reaches its end of file when the process ends
         self._processes[ours] = process
 
-    def results(self, parts: Iterable[Corpus]) -> Iterator[TokenisedPart]:
-        """Yield every part as soon as it is tokenised. Parts are numbered in the order of `parts`.
+    def pieces(self, units: Iterable[tuple[K, Corpus]]) -> Iterator[tuple[K, TokenisedPiece]]:
+        """Yield the pieces of all units, in the order of the units, each with the key of its unit.
+
+        The next unit is drawn from `units` when a worker is free.
 
         Raises:
-            ConfigError: a part cannot be sent to a process, or as `tokenise_part`.
-            OSError: as `tokenise_part`.
+            ConfigError: a unit cannot be sent to a process, or a document cannot be read.
+            OSError: a document cannot be read.
             WorkerDied: a worker has ended.
         """
-        waiting = enumerate(parts)
-        busy = [pipe for pipe in self._processes if self._send_next(pipe, waiting)]
-        while busy:
-            for pipe in wait(busy):
-                part = self._receive(pipe)
-                if not self._send_next(pipe, waiting):
-                    busy.remove(pipe)
-                yield part
+        following = iter(units)
+        order: deque[_Unit] = deque()  # those that are not yielded to their end
+        busy: dict[Connection, _Unit] = {}
+        while True:
+            idle = [pipe for pipe in self._processes if pipe not in busy]
+            for pipe, (key, corpus) in zip(idle, following, strict=False):
+                with self._alive(pipe):
+                    pipe.send_bytes(pickled(corpus))
+                busy[pipe] = _Unit(key)
+                order.append(busy[pipe])
+            if not order:
+                return
+            if not order[0].pieces:
+                self._receive(busy, order)
+                continue
+            piece = order[0].pieces.popleft()
+            yield order[0].key, piece
+            if piece.last:
+                order.popleft()
 
-    def _send_next(self, pipe: Connection, waiting: Iterator[tuple[int, Corpus]]) -> bool:
-        """Send a worker the next part. Return True if there was one."""
-        item = next(waiting, None)
-        if item is not None:
+    def _receive(self, busy: dict[Connection, _Unit], order: deque[_Unit]) -> None:
+        """Wait for pieces, and keep them with their units. The unit whose turn it is may always send."""
+        held = sum(piece.nbytes for unit in order for piece in unit.pieces)
+        for pipe in wait([pipe for pipe, unit in busy.items() if unit is order[0] or held < _MOST_WAITING]):
             with self._alive(pipe):
-                pipe.send_bytes(pickled(*item))
-        return item is not None
-
-    def _receive(self, pipe: Connection) -> TokenisedPart:
-        with self._alive(pipe):
-            answer = pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+                answer = pipe.recv()
+            if isinstance(answer, Exception):
+                raise answer
+            busy[pipe].pieces.append(answer)
+            if answer.last:
+                del busy[pipe]
 
     @contextmanager
     def _alive(self, pipe: Connection) -> Iterator[None]:
@@ -182,38 +181,38 @@ class WorkerPool:
             raise WorkerDied(f"a worker process ended {how}; if memory is short, give fewer workers") from error
 
 
-def pickled(number: int, corpus: Corpus) -> bytes:
-    """Return the message that a worker receives: the number of a part and the part of the corpus, pickled.
+def pickled(unit: Corpus) -> bytes:
+    """Return the message that a worker receives: a unit of the corpus, pickled.
 
     Raises:
         ConfigError: the corpus of a plugin's source cannot be pickled.
     """
     try:
-        return bytes(ForkingPickler.dumps((number, corpus)))
+        return bytes(ForkingPickler.dumps(unit))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{corpus.setting}: cannot be sent to a worker process ({error}): its source must use functions from the "
+            f"{unit.setting}: cannot be sent to a worker process ({error}): its source must use functions from the "
             "top level of a module"
         ) from error
 
 
-def _serve(pipe: Connection, job: TokeniseJob) -> None:
-    """Run in a worker: answer each (number, part) with a `TokenisedPart` or with the error."""
+def _serve(pipe: Connection, tokenizer: Tokenizer) -> None:
+    """Run in a worker: answer each unit with its pieces, or with the error after those before it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     end_with_parent()
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")  # parallelism is across the workers
     with suppress(EOFError):
         while True:
-            number, corpus = pipe.recv()
+            unit = pipe.recv()
             try:
-                answer = tokenise_part(job, number, corpus)
+                for piece in tokenise_unit(tokenizer, unit):
+                    pipe.send(piece)
             except Exception as error:
-                answer = _answer(error)
-            pipe.send(answer)
+                pipe.send(_answer(error))
 
 
 def _answer(error: Exception) -> Exception:
-    """Return the answer of a worker to an error in its part.
+    """Return the answer of a worker to an error in its unit.
 
     Raises:
         Exception: neither a document, nor the disk, nor a plugin caused the error.

@@ -58,6 +58,7 @@ class Silence:
         beat: the first reading.
 
     Attributes:
+        beat: the last reading.
         seconds: between the first and the last reading of the same value.
     """
 
@@ -66,13 +67,13 @@ class Silence:
         self._begin(beat)
 
     def _begin(self, beat: int | None) -> None:
-        self._beat, self.seconds = beat, 0.0
+        self.beat, self.seconds = beat, 0.0
         self._since = self._read = self._clock()
 
     def look(self, beat: int | None) -> float:
         """Count a further reading and return `seconds`."""
         now = self._clock()
-        if beat != self._beat or now - self._read > STALL_S:
+        if beat != self.beat or now - self._read > STALL_S:
             self._begin(beat)
         else:
             self._read, self.seconds = now, now - self._since

@@ -1,5 +1,6 @@
 """The owner of a folder: a process, identified uniquely, with a check if it is still alive."""
 
+import json
 import os
 import uuid
 from dataclasses import dataclass
@@ -73,6 +74,14 @@ class Owner:
     def __str__(self) -> str:
         job = f", Slurm job {self.job.rpartition(':')[2]}" if self.job else ""
         return f"pid {self.pid} on host {self.host}{job}, since {self.since}"
+
+
+def read_owner(file: Path) -> Owner | None:
+    """Return the process that a file describes; None if the file is missing, incomplete or damaged."""
+    try:
+        return Owner(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _machine() -> str:

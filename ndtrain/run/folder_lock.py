@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ndtrain.config import ConfigError
 from ndtrain.device.heartbeat import DEAD_S, Heartbeat, Silence, beat_of, release_beat, set_beat
-from ndtrain.device.process_owner import Owner
+from ndtrain.device.process_owner import Owner, read_owner
 
 FOLDER = "owner"  # in the run folder
 POLL_S = 0.5  # interval at which an observer reads the heartbeat
@@ -61,7 +61,7 @@ class Claim:
             FolderLost: another run has taken over the folder.
         """
         if self.is_lost():
-            other = _read(_newest(self.file.parent)[1])
+            other = read_owner(_newest(self.file.parent)[1])
             by = f" by {other}" if other and other.token != self.owner.token else ""
             raise FolderLost(
                 f"{self.file.parent.parent} was taken over{by}, because this run made no progress for {DEAD_S:g} s "
@@ -125,7 +125,7 @@ class FolderLock(Claim):
             return
         self._heartbeat.stop()
         with suppress(OSError):
-            if _read(self.file) == self.owner:
+            if read_owner(self.file) == self.owner:
                 release_beat(self.file)
 
 
@@ -148,7 +148,7 @@ def owner_is_gone(run_dir: Path) -> bool | None:
     Return None if this machine cannot determine it.
     """
     file = _newest(run_dir / FOLDER)[1]
-    owner, beat = _read(file), beat_of(file)
+    owner, beat = read_owner(file), beat_of(file)
     return True if beat == 0 else owner.is_gone(Owner.this_process()) if owner else None
 
 
@@ -194,7 +194,7 @@ def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], s
     Raises:
         ConfigError: the owner is alive.
     """
-    owner, beat = _read(file), beat_of(file)
+    owner, beat = read_owner(file), beat_of(file)
     if beat == 0:
         return True
     if owner is not None:
@@ -216,7 +216,7 @@ def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], s
         if now is None or now == 0:
             return now == 0
         if now != beat:
-            raise _held(run_dir, _read(file) or owner, me)
+            raise _held(run_dir, read_owner(file) or owner, me)
         silence.look(now)
     return True
 
@@ -250,14 +250,6 @@ def _newest(folder: Path) -> tuple[int, Path]:
     return number, folder / f"{number:06d}.json"
 
 
-def _read(file: Path) -> Owner | None:
-    """Return the owner described by a file; None if the file is missing or incomplete."""
-    try:
-        return Owner(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
 def _create(file: Path, owner: Owner) -> bool:
     """Create an owner file with its content in one step. Return False if the file already exists for another owner."""
     text = json.dumps(asdict(owner), indent=1) + "\n"
@@ -268,7 +260,7 @@ def _create(file: Path, owner: Owner) -> bool:
         os.link(part, file)
         return True
     except FileExistsError:
-        return _read(file) == owner  # NFS may report this error for the link that it has just created
+        return read_owner(file) == owner  # NFS may report this error for the link that it has just created
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
