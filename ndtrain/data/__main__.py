@@ -32,6 +32,7 @@ from pathlib import Path
 from ndtrain.arguments import near, status_of
 from ndtrain.config import ConfigError, DataConfig, check_overrides, load_config, registry
 from ndtrain.config.data_checks import check_data
+from ndtrain.config.store import is_address
 from ndtrain.data.manifest import Manifest
 from ndtrain.data.prepare import prepare
 from ndtrain.data.progress import ProgressDisplay, TextProgress
@@ -92,6 +93,8 @@ def parse(args: Sequence[str]) -> Options:
             given[key] = text
     if not given.get("out"):
         raise ConfigError("out is missing: give the folder to create, e.g. out=tokens/")
+    if is_address(given["out"]):
+        raise ConfigError(f"out={given['out']}: is not a folder of a file system: give one, and upload it")
     cfg = load_config(overrides)
     kinds = (*_KINDS, *registry.names("source"))
     if cfg.data.name not in kinds:

@@ -76,7 +76,7 @@ def atomic_write(path: Path, suffix: str = ".tmp") -> Iterator[BinaryIO]:
 def sampled_digest(path: Path, samples: int = SAMPLES) -> str:
     """Return a digest of a file's size and of up to `samples` blocks of 64 KiB, spread evenly over it.
 
-    A file of up to so many blocks (16 MiB) is read whole. For a larger file the digest detects truncation and large
+    A file of at most `samples` blocks (16 MiB by default) is read whole. For a larger file the digest detects truncation and large
     missing regions, and its cost does not grow with the corpus.
     """
     size = path.stat().st_size

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig, registry
+from ndtrain.config.store import is_address
 from ndtrain.data.cache import digest
 from ndtrain.data.documents import Corpus, Document, text_chunks
 from ndtrain.data.hf import open_dataset_corpus
@@ -137,6 +138,19 @@ def open_corpus(data: DataConfig) -> Corpus:
     raise ConfigError(f"data={data.name}: not a text corpus: choose python, text, jsonl or hf")
 
 
+def refuse_address(setting: str, key: str) -> None:
+    """Refuse a setting that names files in an object store.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if is_address(setting):
+        raise ConfigError(
+            f"{key}={setting}: only prepared tokens are read from an object store: run `ndtrain data prepare`, upload "
+            "its folder, and give that with data=bin"
+        )
+
+
 def matching_files(setting: str, pattern: str, key: str = "data.path") -> tuple[Path, tuple[str, ...]]:
     """Return (root, sorted '/'-separated names below root) of the files that a setting names.
 
@@ -149,6 +163,7 @@ def matching_files(setting: str, pattern: str, key: str = "data.path") -> tuple[
     Raises:
         ConfigError: there is no such file.
     """
+    refuse_address(setting, key)
     path = Path(setting).expanduser()
     if path.is_file():
         return path.parent.resolve(), (path.name,)

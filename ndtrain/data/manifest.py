@@ -22,6 +22,7 @@ import numpy as np
 
 from ndtrain.config import ConfigError, DataConfig, world_from_env
 from ndtrain.config.json_file import parse_object
+from ndtrain.config.store import folder_at, in_store
 from ndtrain.data.cache import SAMPLES, atomic_write, digest, sampled_digest
 from ndtrain.data.claims import living_member, members
 from ndtrain.data.documents import SPLITS
@@ -60,8 +61,10 @@ class Plan:
         return " and ".join(what for name, what in words.items() if getattr(self, name) != getattr(old, name))
 
     def is_fulfilled_by(self, done: "Plan") -> bool:
-        """Return True if a folder prepared by the plan `done` has the tokens of this one, in the same shards or in the
-        files of an earlier format."""
+        """Return True if a folder that was prepared by the plan `done` needs no work.
+
+        Files of an earlier format need none if they have the same tokens.
+        """
         same = (self.corpus, self.tokenizer) == (done.corpus, done.tokenizer)
         return self == done or (same and done.format < FORMAT)
 
@@ -126,7 +129,14 @@ class Manifest:
         write_json(self.folder / MANIFEST, record)
 
     def damage(self) -> str:
-        """Return in words what is wrong with the first missing or damaged file; "" if all files are intact."""
+        """Return in words what is wrong with the first missing or damaged file; "" if all files are intact.
+
+        Only the names of files in an object store are checked.
+        """
+        if in_store(self.folder):
+            present = {path.name for path in self.folder.iterdir()}
+            names = (shard.name for split in SPLITS for shard in self.files[split])
+            return next((f"{name} is missing" for name in names if name not in present), "")
         for shard in (shard for split in SPLITS for shard in self.files[split]):
             path = self.folder / shard.name
             if not path.is_file():
@@ -176,14 +186,16 @@ def open_manifest(data: DataConfig) -> Manifest | None:
         ConfigError: the preparation is not finished, the manifest or a file is damaged, or a key of `data` contradicts
             the manifest.
     """
-    folder = Path(data.path).expanduser()
     setting = f"data.path={data.path}"
+    folder = folder_at(data.path)
     manifest = read_manifest(folder, setting)
     if manifest is None:
         if read_plan(folder, setting) is not None:
             raise ConfigError(f"{setting}: its preparation is not finished: run the same `prepare` again to finish it")
         return None
-    if world_from_env()[1] == 0 and (damage := manifest.damage()):  # one rank of each host looks at all files
+    rank, local_rank, _ = world_from_env()
+    looks = rank == 0 if in_store(folder) else local_rank == 0  # of the ranks that see the same files
+    if looks and (damage := manifest.damage()):
         raise ConfigError(f"{setting}: {damage}: the folder is damaged, prepare the corpus again")
     _check_agreement(data, manifest)
     return manifest
@@ -370,7 +382,7 @@ def remove_work_files(out: Path) -> None:
 
 
 def _remove_temporary(out: Path, keep: Sequence[str]) -> None:
-    """Remove the half-written shards, except those of the processes with the tokens `keep`."""
+    """Remove the half-written shards of all processes but the ones with the tokens `keep`."""
     for path in out.glob("*.bin.*tmp"):
         if not any(token in path.name for token in keep):
             path.unlink(missing_ok=True)

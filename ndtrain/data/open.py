@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ndtrain.config import TOKEN_SOURCES, Config, ConfigError, DataConfig, world_from_env
+from ndtrain.config.store import in_store
 from ndtrain.data.cache import digest
 from ndtrain.data.chat.dataset import open_chat
 from ndtrain.data.corpora import open_corpus
@@ -26,7 +27,7 @@ from ndtrain.data.store import (
     open_token_file,
     tokenise,
 )
-from ndtrain.data.token_array import LazyFiles, Tokens, indexed_starts
+from ndtrain.data.token_array import LazyFiles, StoredFile, Tokens, indexed_starts
 from ndtrain.data.token_files import TokenFiles, open_token_files
 from ndtrain.data.tokenizer import Tokenizer, saved_tokenizer
 
@@ -162,12 +163,14 @@ def _prepared(cfg: Config, data: DataConfig, manifest: Manifest, cache: Path) ->
 
 
 def _tokens_of(manifest: Manifest, split: str) -> Tokens:
-    """Return the tokens of a split. Several files are opened as they are read."""
+    """Return the tokens of a split. Several files, and files in an object store, are opened when they are read."""
     dtype, paths = np.dtype(manifest.dtype).newbyteorder("<"), manifest.paths(split)
+    sizes = [shard.tokens for shard in manifest.files[split]]
+    if in_store(manifest.folder):
+        return LazyFiles(sizes, lambda n: StoredFile(paths[n], sizes[n], dtype, manifest.largest), dtype).array()
     if len(paths) == 1:
         return map_tokens(paths[0], dtype)
-    sizes = [shard.tokens for shard in manifest.files[split]]
-    return LazyFiles(sizes, lambda number: map_tokens(paths[number], dtype), dtype).array()
+    return LazyFiles(sizes, lambda n: map_tokens(paths[n], dtype), dtype).array()
 
 
 def _scanned(cfg: Config, path: str, dtype: str, cache: Path, key: str) -> tuple[np.ndarray, TokenFileScan]:

@@ -198,7 +198,7 @@ class SharedPreparation:
 
 
 def _whole(split: str, out: Path, records: list[ShardRecord], digest: str) -> tuple[SplitStats, list[TokenShard]]:
-    """Return the statistics of a split and its files. `digest` is that of all files, one after the other."""
+    """Return the statistics of a split and its files. `digest` covers all files, one after the other."""
     parts = [record.splits[split] for record in records]
     stats = SplitStats(
         sum(part.tokens for part in parts),

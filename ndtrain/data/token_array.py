@@ -1,24 +1,58 @@
 """Runs of tokens of several files as one flat array, and the starts of documents in a packed sequence."""
 
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 _MOST_OPEN = 1024  # of the files of a `LazyFiles`: a process may have 65,530 mappings
 
 
-class LazyFiles(Sequence[np.ndarray]):
+class StoredFile:
+    """A token file in an object store, little-endian. Slicing it is one request.
+
+    Args:
+        path: has `read_range(begin, end)`, in bytes.
+        size: the number of tokens.
+        largest: the largest id that may occur.
+    """
+
+    def __init__(self, path: Any, size: int, dtype: np.dtype, largest: int):
+        self._path, self._size, self.dtype, self._largest = path, size, dtype, largest
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, key: slice) -> np.ndarray:
+        """Return the tokens of a slice without a step.
+
+        Raises:
+            OSError: the file cannot be read, is too short, or holds other ids.
+        """
+        start, stop, _ = key.indices(self._size)
+        item = self.dtype.itemsize
+        content = self._path.read_range(start * item, stop * item)
+        if len(content) != (stop - start) * item:
+            raise OSError(errno.EIO, f"has only {start * item + len(content)} bytes", str(self._path))
+        tokens = np.frombuffer(content, self.dtype)
+        if len(tokens) and int(tokens.max()) > self._largest:
+            raise OSError(errno.EIO, f"holds an id above {self._largest}", str(self._path))
+        return tokens
+
+
+class LazyFiles(Sequence[np.ndarray | StoredFile]):
     """Token files that are opened when they are first read. A limited number is open at a time.
 
     Args:
         sizes: the number of tokens in each file.
-        open_file: returns the array of the file with this number, [size].
+        open_file: returns the file with this number, [size].
         dtype: of all files.
     """
 
-    def __init__(self, sizes: Sequence[int], open_file: Callable[[int], np.ndarray], dtype: np.dtype):
+    def __init__(self, sizes: Sequence[int], open_file: Callable[[int], np.ndarray | StoredFile], dtype: np.dtype):
         self.sizes, self.dtype = sizes, dtype
         self._open_file = lru_cache(_MOST_OPEN)(open_file)
 

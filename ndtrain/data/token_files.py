@@ -15,6 +15,7 @@ import numpy as np
 from ndtrain.config import ConfigError, DataConfig
 from ndtrain.config.json_file import parse_object
 from ndtrain.data.cache import atomic_write, digest, load_or_build
+from ndtrain.data.corpora import refuse_address
 from ndtrain.data.documents import SPLITS
 from ndtrain.data.formats import FORMATS, FormatError, TokenFile
 from ndtrain.data.order import hash_fractions
@@ -73,6 +74,8 @@ def open_token_files(data: DataConfig, settings: Sequence[str], key: str, valida
     """
     setting = f"{key}={settings[0] if len(settings) == 1 else '[' + ','.join(settings) + ']'}"
     format_ = FORMATS[data.name]
+    for one in settings:
+        refuse_address(one, key)
     paths = [path for one in settings for path in format_.files(one, key)]
     _refuse_twice(setting, paths)
     try:

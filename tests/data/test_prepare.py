@@ -647,10 +647,10 @@ def test_tokenizer_training_runs_outside_main_thread():
 
 def test_killed_worker_is_reported(texts, tmp_path):
     def on_progress(state: TextProgress) -> None:
-        if shards_made(tmp_path / "out"):
-            for process in multiprocessing.active_children():
-                os.kill(process.pid, signal.SIGKILL)
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, signal.SIGKILL)
 
+    stopped(texts, tmp_path / "out")
     with pytest.raises(WorkerDied, match=r"a worker process ended by SIGKILL; if memory is short, give fewer workers"):
         prepare(texts.data, tmp_path / "out", workers=2, shard_bytes=SHARD_BYTES, on_progress=on_progress)
     assert not multiprocessing.active_children()
@@ -711,6 +711,8 @@ REFUSALS = {
     "data.pth=x": "data.pth: no such key; did you mean 'data.path'",
     "data.shuffle=false": "data.shuffle: not used by prepare: give it to the training run; known: out",
     "data=python": "out is missing: give the folder to create",
+    "out=s3://b/o": "out=s3://b/o: is not a folder of a file system: give one, and upload it",
+    "out=o data=text data.path=s3://b/texts": "data.path=s3://b/texts: only prepared tokens are read from an object st",
     "out=o workers=0": "workers=0: must be a whole number, at least 1",
     "out=o workers=two": "workers=two: must be a whole number",
     "out=o shard=-1": "shard=-1: must be a whole number, at least 1",
