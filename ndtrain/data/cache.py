@@ -76,8 +76,8 @@ def atomic_write(path: Path, suffix: str = ".tmp") -> Iterator[BinaryIO]:
 def sampled_digest(path: Path, samples: int = SAMPLES) -> str:
     """Return a digest of a file's size and of up to `samples` blocks of 64 KiB, spread evenly over it.
 
-    A file of at most `samples` blocks (16 MiB by default) is read whole. For a larger file the digest detects truncation and large
-    missing regions, and its cost does not grow with the corpus.
+    A file of at most `samples` blocks (16 MiB by default) is read whole. For a larger file the digest detects
+    truncation and large missing regions, and its cost does not grow with the corpus.
     """
     size = path.stat().st_size
     count = min(samples, -(-size // _SAMPLE_BYTES))

@@ -10,6 +10,7 @@ import torch
 
 from ndtrain.config import Config, ConfigError
 from ndtrain.device.memory import memory_limit_bytes
+from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.model.flops import parameter_count
 from ndtrain.parallel.build import state_plan
 from ndtrain.parallel.distribution import Distribution
@@ -26,7 +27,10 @@ def require_memory(cfg: Config, device: torch.device, local_ranks: Iterable[int]
     Raises:
         ConfigError: the state does not fit. The message contains both numbers.
     """
-    needs = [least_bytes(cfg, rank) for rank in local_ranks]
+    alike: dict[tuple[int, ...], list[int]] = {}  # only these coordinates decide what a rank holds
+    for rank in local_ranks:
+        alike.setdefault(tuple(MeshSpec.of(cfg.mesh).index(rank, axis) for axis in ("pp", "ep", "tp")), []).append(rank)
+    needs = [need for ranks in alike.values() for need in [least_bytes(cfg, ranks[0])] * len(ranks)]
     if device.type == "cuda":
         most = torch.cuda.mem_get_info(device)[1]
         _require(cfg, max(on_device for on_device, _ in needs), most, "on a GPU", "GPU")

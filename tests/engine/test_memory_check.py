@@ -1,5 +1,7 @@
 """A model beyond memory is refused before anything is allocated, and one that fits never is."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -70,6 +72,26 @@ def test_require_memory_accepts_exact_fit(monkeypatch):
     monkeypatch.setattr(memory_check, "memory_limit_bytes", lambda: needed - 1)
     with pytest.raises(ConfigError, match=r"at least 0.0 GiB in host memory \(2 ranks here\) .*more hosts \(mesh.fsdp"):
         require_memory(cfg, CPU, [2, 3])
+
+
+EXPERTS = [
+    "model.model_type=qwen3_moe", "model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=16",
+]  # fmt: skip
+HOSTS = {
+    "stages and odd slices": ["mesh.pp=2", "mesh.tp=2", "mesh.fsdp=2", "model.vocab_size=767"],
+    "cp": ["mesh.fsdp=2", "mesh.cp=2", "mesh.dp=2", "mesh.zero=1"],
+    "experts": ["mesh.ep=2", "mesh.fsdp=2", "mesh.dp=2", "mesh.tp=2", *EXPERTS],
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_require_memory_counts_every_rank_of_host(host, monkeypatch):
+    cfg = config(HOSTS[host], 8)
+    needed = sum(sum(least_bytes(cfg, rank)) for rank in range(8))
+    for short in (0, 1):
+        monkeypatch.setattr(memory_check, "memory_limit_bytes", lambda short=short: needed - short)
+        with pytest.raises(ConfigError) if short else nullcontext():
+            require_memory(cfg, CPU, range(8))
 
 
 def test_require_memory_checks_one_rank_per_gpu(monkeypatch):
