@@ -18,7 +18,8 @@ from ndtrain.data.token_array import Tokens
 from ndtrain.data.token_reader import TokenReader
 from ndtrain.data.tokenizer import Tokenizer
 from ndtrain.data.validation import ValidationSet
-from ndtrain.mesh.mesh import Mesh, gloo_group_of_all_ranks
+from ndtrain.mesh.gloo import gloo_group_of_all_ranks
+from ndtrain.mesh.mesh import Mesh
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,7 @@ over.
 """
 
 import math
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -25,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ndtrain.config import DATA_AXES, MeshConfig
 from ndtrain.device.kind import kind_of
 from ndtrain.mesh.flight_recorder import RECORDER
+from ndtrain.mesh.gloo import GLOO, gloo_group_of_all_ranks, sharing_a_thread
 
 EP = "ep"
-GLOO = "gloo"
 
 
 def beside_ep(axis: str) -> str:
@@ -321,35 +319,10 @@ class Mesh:
             )
             return None if self.rank in alone else self._named(name, group)
         own = next((ranks for ranks in blocks if self.rank in ranks), None)
-        return self._named(name, dist.new_group(own, use_local_synchronization=True)) if own else None
-
-
-_LAZY = "TORCH_GLOO_LAZY_INIT"  # variable that gloo reads when it creates a group
-
-
-@contextmanager
-def connecting_on_use() -> Iterator[None]:
-    """Create gloo groups in this block whose ranks connect when they first exchange a message.
-
-    Otherwise each rank connects to all others at once, and reads all their addresses from the store. The collectives of
-    gloo go around a ring or along a tree, so each rank connects to few others. But a send or a receive may then wait
-    until the other rank takes part. Such a group is therefore for collectives only.
-    """
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_LAZY]
-        else:
-            os.environ[_LAZY] = before
-
-
-def gloo_group_of_all_ranks(**options: Any) -> dist.ProcessGroup:
-    """Create a gloo group of all ranks, whose ranks connect when they first exchange a message. All ranks call this."""
-    with connecting_on_use():
-        return dist.new_group(backend=GLOO, **options)
+        if own is None:
+            return None
+        with sharing_a_thread():
+            return self._named(name, dist.new_group(own, use_local_synchronization=True))
 
 
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ndtrain.config import ConfigError
-from ndtrain.mesh.mesh import GLOO, connecting_on_use
+from ndtrain.mesh.gloo import GLOO, connecting_on_use
 from ndtrain.run.listeners import LOOPBACK, address_to_serve, choose_interface, on_one_host, serve_store
 from ndtrain.run.signed_store import SignedStore, pauses
 

@@ -74,13 +74,11 @@ def test_require_memory_accepts_exact_fit(monkeypatch):
         require_memory(cfg, CPU, [2, 3])
 
 
-EXPERTS = [
-    "model.model_type=qwen3_moe", "model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=16",
-]  # fmt: skip
+EXPERTS = ["model_type=qwen3_moe", "num_experts=4", "num_experts_per_tok=2", "moe_intermediate_size=16"]
 HOSTS = {
     "stages and odd slices": ["mesh.pp=2", "mesh.tp=2", "mesh.fsdp=2", "model.vocab_size=767"],
     "cp": ["mesh.fsdp=2", "mesh.cp=2", "mesh.dp=2", "mesh.zero=1"],
-    "experts": ["mesh.ep=2", "mesh.fsdp=2", "mesh.dp=2", "mesh.tp=2", *EXPERTS],
+    "experts": ["mesh.ep=2", "mesh.fsdp=2", "mesh.dp=2", "mesh.tp=2", *(f"model.{key}" for key in EXPERTS)],
 }
 
 

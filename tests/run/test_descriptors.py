@@ -49,7 +49,7 @@ def open_files(on_use: bool) -> int:
     import torch
     import torch.distributed as dist
 
-    from ndtrain.mesh.mesh import gloo_group_of_all_ranks
+    from ndtrain.mesh.gloo import gloo_group_of_all_ranks
 
     before = len(os.listdir("/proc/self/fd"))
     group = gloo_group_of_all_ranks() if on_use else dist.new_group()

@@ -1,0 +1,70 @@
+"""gloo groups with few connections and few threads."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+GLOO = "gloo"
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # variable that gloo reads when it creates a group
+
+
+@contextmanager
+def connecting_on_use() -> Iterator[None]:
+    """Create gloo groups in this block whose ranks connect when they first exchange a message.
+
+    Otherwise each rank connects to all others at once, and reads all their addresses from the store. The collectives of
+    gloo go around a ring or along a tree, so each rank connects to few others. But a send or a receive may then wait
+    until the other rank takes part. Such a group is therefore for collectives only.
+    """
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
+        else:
+            os.environ[_LAZY] = before
+
+
+def gloo_group_of_all_ranks(**options: Any) -> dist.ProcessGroup:
+    """Create a gloo group of all ranks, whose ranks connect when they first exchange a message. All ranks call this."""
+    with connecting_on_use():
+        return dist.new_group(backend=GLOO, **options)
+
+
+@contextmanager
+def sharing_a_thread() -> Iterator[None]:
+    """Create gloo groups in this block that share one thread of this process, and the socket on which it listens.
+
+    PyTorch gives each group a device of its own. The thread of a device wakes a hundred times a second, also if nothing
+    happens. With hundreds of ranks on a host these threads would need all of its time.
+
+    Groups that connect on use cannot share a device: they would wait forever.
+    """
+    distributed_c10d.ProcessGroupGloo = _SharingGloo  # type: ignore[misc] # `new_group` has no argument for it
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = dist.ProcessGroupGloo  # type: ignore[misc]
+
+
+class _SharingGloo(dist.ProcessGroupGloo):
+    """A group on the devices of the first one."""
+
+    _devices: ClassVar[list[Any]] = []
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        if self._devices:
+            options._devices, options._threads = self._devices, 2 * len(self._devices)
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+        else:
+            super().__init__(store, rank, size, timeout=timeout)
+            self._devices.extend(self.options._devices)  # type: ignore[attr-defined]
