@@ -523,12 +523,17 @@ SCALE_ROWS = {  # key of scale-table.json -> its row, and the form of its figure
     "report_bytes": ("report of a rank that hangs, bytes", "d"),
     "hang_read_s": ("reading all reports, s", ".2f"),
     "hang_diagnose_s": ("diagnosis, s", ".2f"),
-    "files": ("files of a checkpoint", ",d"),
+    "files": ("layout shared: files of a checkpoint", ",d"),
     "files_read": ("files that a rank opens to load, and to save", "d"),
     "writers_of_a_file": ("ranks that write into a file", "d"),
     "writes": ("writes of a rank", ",d"),
     "smallest_write": ("smallest write, bytes", ",d"),
     "median_write": ("median write, bytes", ",.0f"),
+    "host_files": ("layout host: files of a checkpoint", ",d"),
+    "host_writers_of_a_file": ("ranks that write into a file", "d"),
+    "host_writes": ("writes of a rank", ",d"),
+    "host_smallest_write": ("smallest write, bytes", ",d"),
+    "host_median_write": ("median write, bytes", ",.0f"),
 }
 
 

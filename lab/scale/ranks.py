@@ -28,11 +28,14 @@ from lab.scale.counted_store import CountedStore
 from ndtrain import train
 from ndtrain.arguments import option
 from ndtrain.config import ConfigError
+from ndtrain.engine.executor import Executor
 from ndtrain.measure.results import save
-from ndtrain.run import rendezvous
+from ndtrain.mesh.flight_recorder import RECORDER
+from ndtrain.run import exit_status, rendezvous
 from tests.islands.runs import free_port
 
 MOST_FILES = 1024  # the usual soft limit
+_HANG_S = 120  # after which a run without progress has hung
 _PR_SET_TIMERSLACK = 29
 _SLACK_NS = 500_000_000  # gloo's threads wake a hundred times a second each, which takes both cores from 512 ranks
 _SAMPLES_PER_S = 300.0  # of all ranks together, so that measuring does not take the time of many ranks
@@ -46,6 +49,7 @@ class Options(OutOptions):
     mesh: str = option("axes and their sizes, separated by blanks", "fsdp=64")
     resume: str = option("axes of a second run that resumes the first one; empty: there is none", "")
     steps: int = option("steps of each run", 3)
+    hang: int = option("rank that sleeps in a last run, which must end with a diagnosis; -1: there is no such run", -1)
     args: str = option("further overrides, separated by blanks", "")
     count: bool = option("count operations on the store. PyTorch then opens fewer connections to it", True)
     minutes: float = number("minutes after which a run has failed", 20.0)
@@ -62,18 +66,28 @@ def run(options: Options) -> bool:
     runs = []
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        model = [*recipe.model(64, 2, 16), f"train.global_batch={options.ranks}", "hardware.timeout_s=600"]
+        model = [*recipe.model(64, 2, 16), f"train.global_batch={options.ranks}"]
         common = [*recipe.overrides(folder, *model, *options.args.split()), f"run.dir={folder / 'run'}"]
-        for n, mesh in enumerate(filter(None, (options.mesh, options.resume)), 1):
-            own = [f"mesh.{axis}" for axis in mesh.split()]
-            own += [f"train.steps={n * options.steps}", f"checkpoint.every={options.steps}"]
-            own += ["resume=auto"] if n > 1 else []
-            runs.append({"mesh": mesh} | _measured(options, folder / str(n), [*common, *own]))
+        meshes = [mesh for mesh in (options.mesh, options.resume) if mesh]
+        for n, mesh in enumerate(meshes):
+            runs.append({"mesh": mesh} | _measured(options, folder / str(n), [*common, *_of_run(options, n, mesh)]))
             _show(runs[-1])
             if runs[-1]["faults"]:
                 break
+        else:
+            if options.hang >= 0:
+                args = [*common, *_of_run(options, len(meshes), meshes[-1], _HANG_S)]
+                runs.append({"mesh": meshes[-1]} | _hung(options, folder / "hang", args))
+                print(f"hang: {runs[-1]['diagnosis']}, after {runs[-1]['seconds']:.0f} s", flush=True)
     save("scale ranks", options, runs=rounded(runs))
     return not any(run["faults"] for run in runs)
+
+
+def _of_run(options: Options, n: int, mesh: str, timeout_s: int = 600) -> list[str]:
+    """Return the overrides of run number `n`, which resumes the one before."""
+    own = [f"mesh.{axis}" for axis in mesh.split()]
+    own += [f"train.steps={(n + 1) * options.steps}", f"checkpoint.every={options.steps}"]
+    return [*own, f"hardware.timeout_s={timeout_s}", *(["resume=auto"] if n else [])]
 
 
 # --------------------------------------------------------------------------------------------------------- the parent
@@ -81,13 +95,7 @@ def run(options: Options) -> bool:
 
 def _measured(options: Options, folder: Path, args: Sequence[str]) -> dict[str, Any]:
     """Run all ranks, and return their figures."""
-    folder.mkdir()
-    port, began = free_port(), time.time()
-    gc.collect()
-    gc.freeze()  # otherwise a collection in each child would copy the pages of all objects
-    pids = [_forked(lambda rank=rank: _rank(rank, options, folder, port, args)) for rank in range(options.ranks)]
-    gc.unfreeze()
-    codes = _exit_codes(pids, began + 60 * options.minutes)
+    codes, began = _run_ranks(options, folder, args)
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     failed = [rank for rank, code in enumerate(codes) if code != 0]
     faults = [f"rank {rank}: {_last_line(folder / f'rank-{rank}.txt')}" for rank in failed[:8]]
@@ -111,6 +119,28 @@ def _measured(options: Options, folder: Path, args: Sequence[str]) -> dict[str, 
         "faults": faults,
         "operations": reports[first]["operations"],
     }
+
+
+def _hung(options: Options, folder: Path, args: Sequence[str]) -> dict[str, Any]:
+    """Run all ranks, of which one sleeps in its second step, and return what the run says at its end."""
+    codes, began = _run_ranks(options, folder, args, sleeper=options.hang)
+    text = json.loads(Path(_run_dir(args), "exit.json").read_text())["error"]
+    named = [line for line in text.splitlines() if line.startswith(f"rank {options.hang} ")]
+    faults = [] if named else ["the diagnosis does not name the rank", text]
+    faults += [f"{code} of a rank" for code in sorted({*codes} - {exit_status.CODES["hang"]})]
+    return {"diagnosis": (named or [""])[0], "seconds": time.time() - began, "faults": faults}
+
+
+def _run_ranks(options: Options, folder: Path, args: Sequence[str], sleeper: int = -1) -> tuple[list[int], float]:
+    """Run all ranks, and return their exit codes and the time of their start."""
+    folder.mkdir()
+    port, began = free_port(), time.time()
+    gc.collect()
+    gc.freeze()  # otherwise a collection in each child would copy the pages of all objects
+    child = lambda rank: _rank(rank, options, folder, port, args, rank == sleeper)
+    pids = [_forked(lambda rank=rank: child(rank)) for rank in range(options.ranks)]
+    gc.unfreeze()
+    return _exit_codes(pids, began + 60 * options.minutes), began
 
 
 def _run_dir(args: Sequence[str]) -> str:
@@ -152,8 +182,12 @@ def _last_line(path: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------- a rank
 
 
-def _rank(rank: int, options: Options, folder: Path, port: int, args: Sequence[str]) -> None:
-    """Run one rank, and write its figures. This process then ends."""
+def _rank(rank: int, options: Options, folder: Path, port: int, args: Sequence[str], sleeps: bool) -> None:
+    """Run one rank, and write its figures. This process then ends.
+
+    Args:
+        sleeps: the rank hangs in the second step.
+    """
     console = os.open(folder / f"rank-{rank}.txt", os.O_CREAT | os.O_WRONLY)
     for output in (1, 2):
         os.dup2(console, output)
@@ -163,10 +197,24 @@ def _rank(rank: int, options: Options, folder: Path, port: int, args: Sequence[s
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     probe = _Probe(options.count)
+    if sleeps:
+        _sleep_in_step((1 + bool(options.resume)) * options.steps + 2)
     code = train.main(list(args))
     (folder / f"rank-{rank}.json").write_text(json.dumps({"rank": rank} | probe.report()))
     sys.stdout.flush()
     os._exit(code)
+
+
+def _sleep_in_step(step: int) -> None:
+    """Let the first forward pass of a step never end."""
+    forward = Executor._forward
+
+    def sleeping(self: Executor, run: Any, microbatch: int) -> Any:
+        if RECORDER.step == step:
+            time.sleep(3600)
+        return forward(self, run, microbatch)
+
+    Executor._forward = sleeping  # type: ignore[method-assign]
 
 
 class _Probe:
@@ -187,8 +235,6 @@ class _Probe:
         threading.Thread(target=self._sample, daemon=True).start()
 
     def _sample(self) -> None:
-        from ndtrain.mesh.flight_recorder import RECORDER
-
         while True:
             self.files = max(self.files, len(os.listdir("/proc/self/fd")))
             if RECORDER.step > 1 and not self.first_step_at:

@@ -11,7 +11,7 @@ MOST = 1 << 20  # a higher limit is useless, and some libraries loop over every 
 _OWN = 40  # descriptors of a rank without peers: its files, and the sockets that every rank has
 _ON_USE = {"gloo": 2, "nccl": 1}  # gloo groups of all ranks, which connect on use: the world's and the background's
 _PER_CLIENT = 1.1  # descriptors per rank, in the process that serves the store
-_PER_GROUP = 4  # descriptors of a gloo group without its peers
+_PER_DEVICE = 4  # descriptors of a gloo device. Each group that connects on use has one, and all others share one
 
 
 def raise_limit() -> int:
@@ -35,8 +35,8 @@ def needed(backend: str, rank: int, world: int, groups: Sequence[int] = ()) -> i
     """
     in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = math.ceil(_PER_CLIENT * world) if rank == 0 and not in_agent else 0
-    on_use = _ON_USE[backend] * (_PER_GROUP + 2 + 2 * math.ceil(math.log2(world))) if world > 1 else 0
-    peers = sum(size - 1 + _PER_GROUP for size in groups if size > 1) if backend == "gloo" else 0
+    on_use = _ON_USE[backend] * (_PER_DEVICE + 2 + 2 * math.ceil(math.log2(world))) if world > 1 else 0
+    peers = sum(size - 1 for size in groups) + _PER_DEVICE if backend == "gloo" else 0
     return _OWN + on_use + peers + store
 
 
