@@ -496,12 +496,13 @@ def islands_diloco() -> str:
 
 def scale_ranks() -> str:
     """Return what real ranks have needed to start, train, save and resume."""
-    names = sorted(
-        (path.stem for path in BENCHMARKS.glob("scale-ranks-*.json")), key=lambda n: int(n.rpartition("-")[2])
-    )
-    rows = []
+    names = sorted((path.stem for path in BENCHMARKS.glob("scale-*-*.json")), key=lambda n: int(n.rpartition("-")[2]))
+    rows, hangs = [], []
     for name in names:
         for own in load(name)["runs"]:
+            if "diagnosis" in own:
+                hangs.append(f"- {own['ranks']} ranks, one of which sleeps, `{own['mesh']}`: `{own['diagnosis']}`")
+                continue
             operations, files = own["store_operations"], own["open_files"]
             seconds = [f"{own['first_step_s']:.0f}", f"{own['seconds']:.0f}", f"{own['cpu_s']['median']:.2f}"]
             counts = [f"{operations['median']:.0f}", f"{operations['rank_0']:.0f}", f"{operations['all']:,}"]
@@ -510,7 +511,8 @@ def scale_ranks() -> str:
             )
     head = ["ranks", "mesh", "s to the first step", "s to the end", "CPU s of a rank"]
     head += ["store operations of a rank", "of rank 0", "of all", "open files of a rank", "of rank 0"]
-    return with_origin(table(head, rows), *names)
+    text = table(head, rows)
+    return with_origin("\n\n".join([text, "\n".join(hangs)] if hangs else [text]), *names)
 
 
 SCALE_ROWS = {  # key of scale-table.json -> its row, and the form of its figures

@@ -49,13 +49,15 @@ class Options(OutOptions):
     mesh: str = option("axes and their sizes, separated by blanks", "fsdp=64")
     resume: str = option("axes of a second run that resumes the first one; empty: there is none", "")
     steps: int = option("steps of each run", 3)
-    hang: int = option("rank that sleeps in a last run, which must end with a diagnosis; -1: there is no such run", -1)
+    hang: int = option("rank that sleeps in the second step: the run must end with a diagnosis; -1: none", -1)
     args: str = option("further overrides, separated by blanks", "")
     count: bool = option("count operations on the store. PyTorch then opens fewer connections to it", True)
     minutes: float = number("minutes after which a run has failed", 20.0)
 
     def check(self) -> None:
         super().check()
+        if self.hang >= 0 and self.resume:
+            raise ConfigError("hang: such a run saves nothing: leave resume out")
         if self.ranks < 2:
             raise ConfigError(f"ranks={self.ranks}: at least 2 are needed")
 
@@ -68,26 +70,22 @@ def run(options: Options) -> bool:
         folder = Path(place)
         model = [*recipe.model(64, 2, 16), f"train.global_batch={options.ranks}"]
         common = [*recipe.overrides(folder, *model, *options.args.split()), f"run.dir={folder / 'run'}"]
-        meshes = [mesh for mesh in (options.mesh, options.resume) if mesh]
-        for n, mesh in enumerate(meshes):
-            runs.append({"mesh": mesh} | _measured(options, folder / str(n), [*common, *_of_run(options, n, mesh)]))
+        for n, mesh in enumerate(filter(None, (options.mesh, options.resume))):
+            args = [*common, *_of_run(options, n, mesh)]
+            runs.append({"mesh": mesh} | (_measured if options.hang < 0 else _hung)(options, folder / str(n), args))
             _show(runs[-1])
             if runs[-1]["faults"]:
                 break
-        else:
-            if options.hang >= 0:
-                args = [*common, *_of_run(options, len(meshes), meshes[-1], _HANG_S)]
-                runs.append({"mesh": meshes[-1]} | _hung(options, folder / "hang", args))
-                print(f"hang: {runs[-1]['diagnosis']}, after {runs[-1]['seconds']:.0f} s", flush=True)
     save("scale ranks", options, runs=rounded(runs))
     return not any(run["faults"] for run in runs)
 
 
-def _of_run(options: Options, n: int, mesh: str, timeout_s: int = 600) -> list[str]:
+def _of_run(options: Options, n: int, mesh: str) -> list[str]:
     """Return the overrides of run number `n`, which resumes the one before."""
     own = [f"mesh.{axis}" for axis in mesh.split()]
     own += [f"train.steps={(n + 1) * options.steps}", f"checkpoint.every={options.steps}"]
-    return [*own, f"hardware.timeout_s={timeout_s}", *(["resume=auto"] if n else [])]
+    own += [f"hardware.timeout_s={600 if options.hang < 0 else _HANG_S}"]
+    return [*own, *(["resume=auto"] if n else [])]
 
 
 # --------------------------------------------------------------------------------------------------------- the parent
@@ -123,21 +121,21 @@ def _measured(options: Options, folder: Path, args: Sequence[str]) -> dict[str, 
 
 def _hung(options: Options, folder: Path, args: Sequence[str]) -> dict[str, Any]:
     """Run all ranks, of which one sleeps in its second step, and return what the run says at its end."""
-    codes, began = _run_ranks(options, folder, args, sleeper=options.hang)
+    codes, began = _run_ranks(options, folder, args)
     text = json.loads(Path(_run_dir(args), "exit.json").read_text())["error"]
     named = [line for line in text.splitlines() if line.startswith(f"rank {options.hang} ")]
-    faults = [] if named else ["the diagnosis does not name the rank", text]
-    faults += [f"{code} of a rank" for code in sorted({*codes} - {exit_status.CODES["hang"]})]
-    return {"diagnosis": (named or [""])[0], "seconds": time.time() - began, "faults": faults}
+    faults = [] if named else [f"the diagnosis does not name the rank: {text}"]
+    faults += [f"exit code {code} of a rank" for code in sorted({*codes} - {exit_status.CODES["hang"]})]
+    return {"ranks": options.ranks, "diagnosis": (named or [""])[0], "seconds": time.time() - began, "faults": faults}
 
 
-def _run_ranks(options: Options, folder: Path, args: Sequence[str], sleeper: int = -1) -> tuple[list[int], float]:
+def _run_ranks(options: Options, folder: Path, args: Sequence[str]) -> tuple[list[int], float]:
     """Run all ranks, and return their exit codes and the time of their start."""
     folder.mkdir()
     port, began = free_port(), time.time()
     gc.collect()
     gc.freeze()  # otherwise a collection in each child would copy the pages of all objects
-    child = lambda rank: _rank(rank, options, folder, port, args, rank == sleeper)
+    child = lambda rank: _rank(rank, options, folder, port, args, rank == options.hang)
     pids = [_forked(lambda rank=rank: child(rank)) for rank in range(options.ranks)]
     gc.unfreeze()
     return _exit_codes(pids, began + 60 * options.minutes), began
@@ -198,7 +196,7 @@ def _rank(rank: int, options: Options, folder: Path, port: int, args: Sequence[s
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     probe = _Probe(options.count)
     if sleeps:
-        _sleep_in_step((1 + bool(options.resume)) * options.steps + 2)
+        _sleep_in_step(2)
     code = train.main(list(args))
     (folder / f"rank-{rank}.json").write_text(json.dumps({"rank": rank} | probe.report()))
     sys.stdout.flush()
@@ -268,6 +266,9 @@ def _pss_mib() -> int:
 def _show(result: dict[str, Any]) -> None:
     if result["faults"]:
         print(f"{result['mesh']}: failed: {'; '.join(result['faults'])}", flush=True)
+        return
+    if "diagnosis" in result:
+        print(f"{result['mesh']}: {result['diagnosis']}, after {result['seconds']:.0f} s", flush=True)
         return
     print(f"{result['mesh']}: first step after {result['first_step_s']:.1f} s, end after {result['seconds']:.1f} s")
     for key in ("store_operations", "store_bytes", "open_files", "cpu_s", "pss_mib"):
