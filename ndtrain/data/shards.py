@@ -1,6 +1,8 @@
 """The shards of a prepared folder: which process makes which, how one is written, and how all are read at the end."""
 
+import errno
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -11,7 +13,7 @@ from ndtrain.config import ConfigError
 from ndtrain.data.cache import SAMPLES, atomic_write, sampled_digest
 from ndtrain.data.claims import Claims
 from ndtrain.data.documents import SPLITS, Corpus
-from ndtrain.data.manifest import WORK, Plan, TokenShard, read_json, read_plan, shard_path, write_json
+from ndtrain.data.manifest import PLAN, WORK, Plan, TokenShard, read_json, read_plan, shard_path, write_json
 from ndtrain.data.progress import TextProgress
 from ndtrain.data.store import SplitStats, SplitWriter, content_hash
 from ndtrain.data.workers import TokenisedPiece, WorkerPool
@@ -84,8 +86,12 @@ class SharedPreparation:
         on_progress(self._progress)
 
     def unmade(self) -> list[Shard]:
-        """Return the shards without a record."""
-        return [shard for shard in self.shards if not self._see(shard)]
+        """Return the shards without a record. Report the progress if other processes have made some."""
+        done = self._progress.done
+        left = [shard for shard in self.shards if not self._see(shard)]
+        if self._progress.done > done:
+            self._on_progress(self._progress)
+        return left
 
     def _see(self, shard: Shard) -> bool:
         """Return True if the shard has a record. Count it if another process has made it."""
@@ -150,8 +156,12 @@ class SharedPreparation:
 
         Raises:
             ConfigError: another process has started the folder over.
+            FileNotFoundError: another process has finished.
         """
-        if read_plan(self.out, f"out={self.out}") != self.plan:
+        plan = read_plan(self.out, f"out={self.out}")
+        if plan is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.out / PLAN))
+        if plan != self.plan:
             raise ConfigError(f"out={self.out}: another process has started this folder over: give it another folder")
 
     # ------------------------------------------------------------------------------------------------- the whole corpus

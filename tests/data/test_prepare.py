@@ -551,6 +551,21 @@ def test_process_whose_folder_was_started_over_writes_nothing_more(texts, tmp_pa
     assert not list(out.glob("*.bin*")) and not records(out)
 
 
+def test_process_that_wakes_when_another_has_finished_returns_the_manifest(texts, tmp_path):
+    """It was paused in the middle of a shard, which the other one has made."""
+    out, done = tmp_path / "out", []
+
+    def on_progress(state: TextProgress) -> None:
+        if state.done and not done:
+            monkeypatch.setattr("ndtrain.data.claims.Claims._is_gone", lambda claims, token: True)
+            done.append(prepare(texts.data, out, workers=1, shard_bytes=SHARD_BYTES))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert prepare(texts.data, out, workers=2, shard_bytes=SHARD_BYTES, on_progress=on_progress) == done[0]
+    assert_as_direct(texts, out, tmp_path)
+    assert not list(out.glob("*.tmp")) and not (out / "work").exists()
+
+
 def test_folder_of_format_1_is_read_and_not_prepared_again(texts, tmp_path):
     out = tmp_path / "out"
     manifest = prepare(texts.data, out, workers=2, shard_bytes=SHARD_BYTES)
