@@ -322,7 +322,8 @@ class Mesh:
         if own is None:
             return None
         with sharing_a_thread():
-            return self._named(name, dist.new_group(own, use_local_synchronization=True))
+            group = dist.new_group(own, use_local_synchronization=True)
+        return self._named(name, group)
 
 
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:
