@@ -13,6 +13,8 @@ from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoi
 from ndtrain.checkpoint.safetensors_reader import read_header
 from ndtrain.config import ModelConfig
 from ndtrain.config.json_file import JsonError, read_object
+from ndtrain.config.saved_run import NAME as SAVED
+from ndtrain.config.saved_run import read_saved
 from ndtrain.config.store import StorePath, folder_at, in_store
 from ndtrain.model.families import family_of
 from ndtrain.model.families.hf_config import to_hf
@@ -57,11 +59,19 @@ def _named(resume: str) -> list[Path]:
     path = folder_at(resume)
     if (path / STATE).is_file():
         return [path]
-    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path) or _elsewhere(path)
     if not checkpoints:
         what = "holds no checkpoint (a folder step-* with a state.json)" if path.exists() else "does not exist"
         raise CheckpointError(f"resume={resume}: {what}; name a checkpoint or a run folder, or use resume=auto")
     return checkpoints[:1]
+
+
+def _elsewhere(run: Path) -> list[Path]:
+    """Return the checkpoints of a run folder whose run has saved them in `checkpoint.folder`."""
+    if in_store(run) or not (run / SAVED).is_file():
+        return []
+    folder = read_saved(run / SAVED).values.get("checkpoint", {}).get("folder")
+    return list_checkpoints(folder_at(folder)) if folder else []
 
 
 def inspect(path: Path, m: ModelConfig) -> State:

@@ -78,6 +78,15 @@ def tensor_bytes_of(address: str) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder_at(address).glob("*.safetensors")}
 
 
+@pytest.mark.parametrize("named", ["recipe", "nothing"])
+def test_resume_names_run_folder_whose_checkpoints_are_in_a_store(named, memory, corpus, tmp_path):
+    assert train(arguments(tmp_path / "run", corpus, *saves_to(memory))) == 0
+    more = [f"resume={tmp_path / 'run'}", "train.steps=6"]
+    new = arguments(tmp_path / "new", corpus, *saves_to(f"{memory}-new", *more)) if named == "recipe" else more
+    assert train(new) == 0
+    assert [r["step"] for r in rows(tmp_path / ("new" if named == "recipe" else "run"))][-2:] == [5, 6]
+
+
 def test_resume_of_older_step_sets_later_ones_aside(memory, corpus, tmp_path):
     args = arguments(tmp_path / "run", corpus, *saves_to(memory))
     assert train(args) == 0
