@@ -125,7 +125,8 @@ def _hung(options: Options, folder: Path, args: Sequence[str]) -> dict[str, Any]
     lines = [line.strip().partition(", at ")[0] for line in text.splitlines()]  # without paths of this machine
     named = [x for x in lines if x.startswith(f"rank {options.hang} ") and "is waited for" in x]
     faults = [] if named else [f"the diagnosis does not name the rank: {text}"]
-    faults += [f"exit code {code} of a rank" for code in sorted({*codes} - {exit_status.CODES["hang"]})]
+    wrong = [rank for rank, code in enumerate(codes) if code != exit_status.CODES["hang"]]
+    faults += [f"rank {rank}: {codes[rank]}, {_last_line(folder / f'rank-{rank}.txt')}" for rank in wrong[:8]]
     return {"ranks": options.ranks, "diagnosis": (named or [""])[0], "seconds": time.time() - began, "faults": faults}
 
 
