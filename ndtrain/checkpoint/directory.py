@@ -4,12 +4,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from ndtrain.checkpoint.elements import FORMAT, CheckpointError, DamagedCheckpoint, State, damaged, digest, sha256
+from ndtrain.checkpoint.safetensors_io import PlannedFile
 from ndtrain.checkpoint.safetensors_reader import read_header
 from ndtrain.config import ModelConfig
 from ndtrain.config.json_file import JsonError, read_object
@@ -86,6 +87,18 @@ def inspect(path: Path, m: ModelConfig) -> State:
         raise damaged(path, problem)
     _check_architecture(path, m)
     return State(body["step"], body["tokens"], body["order"], body.get("skipped") or 0, body.get("stream"))
+
+
+def facts_of_files(folder: Path, large: Iterable[PlannedFile]) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of the small files in an unpublished checkpoint, and what state.json says about all files.
+
+    Args:
+        large: the files of tensors. Only their headers are in state.json, besides the checksums of the tensors.
+    """
+    sizes = {file.name: [file.size, sha256(file.header)] for file in large}
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    small = sorted(name for name in names if name not in sizes)
+    return small, {"files": sizes, "sha256": {name: sha256((folder / name).read_bytes()) for name in small}}
 
 
 def file_problems(path: Path, body: dict) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ndtrain.checkpoint.checksum import as_words, checksum
-from ndtrain.checkpoint.directory import file_problems, read_state
-from ndtrain.checkpoint.elements import CheckpointError, damaged, digest, sha256
+from ndtrain.checkpoint.directory import facts_of_files, file_problems, read_state
+from ndtrain.checkpoint.elements import CheckpointError, damaged, digest
 from ndtrain.checkpoint.layouts import write_json
 from ndtrain.checkpoint.pieces import STEMS, index_file, is_in_pieces, open_tensors
 from ndtrain.checkpoint.safetensors_io import DamagedFile, PlannedFile, create, index_json, plan_files, write
@@ -87,12 +87,7 @@ def _finish(path: Path, temporary: Path, out: Path, body: dict[str, Any], files:
     for name in body["sha256"].keys() - {index_file(stem) for stem in STEMS}:
         (temporary / name).parent.mkdir(exist_ok=True)
         (temporary / name).write_bytes((path / name).read_bytes())
-    big = {file.name for file in files}
-    names = sorted(p.relative_to(temporary).as_posix() for p in temporary.rglob("*") if p.is_file())
-    small = [name for name in names if name not in big]
-    body = body | {
-        "files": {file.name: [file.size, sha256(file.header)] for file in files},
-        "sha256": {name: sha256((temporary / name).read_bytes()) for name in small},
-    }
+    small, facts = facts_of_files(temporary, files)
+    body = body | facts
     write_json(temporary / "state.json", body | {"digest": digest(body)})
     publish(temporary, out, [*small, "state.json"])

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.checkpoint.checksum import as_words, checksum
-from ndtrain.checkpoint.directory import STATE, prune, remove
-from ndtrain.checkpoint.elements import BLOCK, FORMAT, CheckpointError, State, digest, sha256, together
+from ndtrain.checkpoint.directory import STATE, facts_of_files, prune, remove
+from ndtrain.checkpoint.elements import BLOCK, FORMAT, CheckpointError, State, digest, together
 from ndtrain.checkpoint.layouts import Files, files_of, write_json
 from ndtrain.checkpoint.safetensors_io import MOST_VIEWS, bytes_of, create, write, write_all
 from ndtrain.config import CheckpointConfig, Config
@@ -103,14 +103,12 @@ class Writer:
             write_json(folder / "config.json", to_hf(self.model) | {"dtype": dtype, "torch_dtype": dtype})
             self.files.write_index(folder)
             self.extras(folder)
-            big = {f.name for f in self.files.all}
-            written = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-            small = sorted(name for name in written if name not in big)
-            body = self._body(folder, small, sums, state)
+            small, facts = facts_of_files(folder, self.files.all)
+            body = self._body(facts, sums, state)
             write_json(folder / STATE, body | {"digest": digest(body)})
             place.publish(folder, [*small, STATE])
 
-    def _body(self, temporary: Path, small: list[str], sums: Tensor, state: State) -> dict:
+    def _body(self, facts: dict, sums: Tensor, state: State) -> dict:
         """Return the content of state.json: the run's state, and the sizes and checksums of the other files."""
         mesh = self.mesh
         return {
@@ -119,8 +117,7 @@ class Writer:
             "seed": self.run["run"]["seed"],
             "mesh": {a: mesh.size(a) for a in mesh.spec.order} | {"zero": self.plan.zero},
             "config": self.run,
-            "files": {f.name: [f.size, sha256(f.header)] for f in self.files.all},
-            "sha256": {name: sha256((temporary / name).read_bytes()) for name in small},
+            **facts,
             "checksums": {name: as_words(row) for name, row in zip(self.files.names, sums, strict=True)},
         }
 
