@@ -224,7 +224,7 @@ def test_prepare_reads_a_plugins_source(tmp_path, capsys):
 def test_prepare_names_corpus_that_cannot_be_pickled():
     corpus = IterableCorpus("data=notes", 0.0, lambda: iter([("name", "text")]), "1", 4)
     with pytest.raises(ConfigError, match=r"data=notes: cannot be sent to a worker process .* top level of a module"):
-        pickled(0, corpus)
+        pickled(corpus)
 
 
 # --------------------------------------------------------------------------------------------------------------- keys
