@@ -119,7 +119,7 @@ def _measured(options: Options, folder: Path, args: Sequence[str]) -> dict[str, 
 
 
 def _hung(options: Options, folder: Path, args: Sequence[str]) -> dict[str, Any]:
-    """Run all ranks, of which one sleeps in its second step, and return what the run says at its end."""
+    """Run all ranks, of which one sleeps in its second step, and return its diagnosis."""
     codes, began = _run_ranks(options, folder, args)
     text = json.loads(Path(_run_dir(args), "exit.json").read_text())["error"]
     lines = [line.strip().partition(", at ")[0] for line in text.splitlines()]  # without paths of this machine

@@ -90,7 +90,7 @@ def inspect(path: Path, m: ModelConfig) -> State:
 
 
 def facts_of_files(folder: Path, large: Iterable[PlannedFile]) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of the small files in an unpublished checkpoint, and what state.json says about all files.
+    """Return the names of the small files in an unpublished checkpoint, and the entries of state.json for all files.
 
     Args:
         large: the files of tensors. Only their headers are in state.json, besides the checksums of the tensors.
