@@ -55,16 +55,17 @@ def sharing_a_thread() -> Iterator[None]:
 
 
 class _SharingGloo(dist.ProcessGroupGloo):
-    """A group on the devices of the first one."""
+    """A group on the devices of the first one of this process on the same network interface."""
 
-    _devices: ClassVar[list[Any]] = []
+    _devices: ClassVar[dict[tuple[int, str | None], list[Any]]] = {}
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        if self._devices:
-            options._devices, options._threads = self._devices, 2 * len(self._devices)
-            options._timeout = timeout
-            super().__init__(store, rank, size, options)
-        else:
+        place = os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME")
+        devices = self._devices.get(place)
+        if devices is None:
             super().__init__(store, rank, size, timeout=timeout)
-            self._devices.extend(self.options._devices)  # type: ignore[attr-defined]
+            self._devices[place] = self.options._devices  # type: ignore[attr-defined]
+        else:
+            options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+            super().__init__(store, rank, size, options)
