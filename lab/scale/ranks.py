@@ -136,8 +136,7 @@ def _run_ranks(options: Options, folder: Path, args: Sequence[str]) -> tuple[lis
     port, began = free_port(), time.time()
     gc.collect()
     gc.freeze()  # otherwise a collection in each child would copy the pages of all objects
-    child = lambda rank: _rank(rank, options, folder, port, args, rank == options.hang)
-    pids = [_forked(lambda rank=rank: child(rank)) for rank in range(options.ranks)]
+    pids = [_forked(lambda rank=rank: _rank(rank, options, folder, port, args)) for rank in range(options.ranks)]
     gc.unfreeze()
     return _exit_codes(pids, began + 60 * options.minutes), began
 
@@ -181,12 +180,8 @@ def _last_line(path: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------- a rank
 
 
-def _rank(rank: int, options: Options, folder: Path, port: int, args: Sequence[str], sleeps: bool) -> None:
-    """Run one rank, and write its figures. This process then ends.
-
-    Args:
-        sleeps: the rank hangs in the second step.
-    """
+def _rank(rank: int, options: Options, folder: Path, port: int, args: Sequence[str]) -> None:
+    """Run one rank, and write its figures. This process then ends."""
     console = os.open(folder / f"rank-{rank}.txt", os.O_CREAT | os.O_WRONLY)
     for output in (1, 2):
         os.dup2(console, output)
@@ -196,7 +191,7 @@ def _rank(rank: int, options: Options, folder: Path, port: int, args: Sequence[s
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     probe = _Probe(options.count)
-    if sleeps:
+    if rank == options.hang:
         _sleep_in_step(2)
     code = train.main(list(args))
     (folder / f"rank-{rank}.json").write_text(json.dumps({"rank": rank} | probe.report()))

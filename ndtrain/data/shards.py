@@ -146,8 +146,8 @@ class SharedPreparation:
             if not stats[split].tokens:
                 paths[split].unlink()
         spots = {s: sampled_digest(paths[s], self.samples) for s in SPLITS if stats[s].tokens}
-        record = {"plan": self.plan.digest(), "splits": {s: asdict(stats[s]) for s in SPLITS}, "spots": spots}
-        write_json(self._record_file(shard), record, self._suffix)
+        record = asdict(ShardRecord(stats, spots))
+        write_json(self._record_file(shard), {"plan": self.plan.digest(), **record}, self._suffix)
         self._made.add(shard.number)
         self.claims.release(shard.name)
 

@@ -2,34 +2,27 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ndtrain.device.environment import variable_set
+
 GLOO = "gloo"
 _LAZY = "TORCH_GLOO_LAZY_INIT"  # variable that gloo reads when it creates a group
 
 
-@contextmanager
-def connecting_on_use() -> Iterator[None]:
+def connecting_on_use() -> AbstractContextManager[None]:
     """Create gloo groups in this block whose ranks connect when they first exchange a message.
 
     Otherwise each rank connects to all others at once, and reads all their addresses from the store. The collectives of
     gloo go around a ring or along a tree, so each rank connects to few others. But a send or a receive may then wait
     until the other rank takes part. Such a group is therefore for collectives only.
     """
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_LAZY]
-        else:
-            os.environ[_LAZY] = before
+    return variable_set(_LAZY, "1")
 
 
 def gloo_group_of_all_ranks(**options: Any) -> dist.ProcessGroup:

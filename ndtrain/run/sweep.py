@@ -1,9 +1,7 @@
 """Jobs that Hydra runs: `--multirun`, `--cfg` and its other flags. Errors are one line, as for a single run."""
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ndtrain.config import Config, ConfigError, resolve, world_from_env
@@ -12,6 +10,7 @@ from ndtrain.config.composition_errors import one_line, wrong_configuration
 from ndtrain.config.keys import conf_dir
 from ndtrain.config.overrides import sweep_jobs
 from ndtrain.config.typed import to_config
+from ndtrain.device.environment import variable_set
 from ndtrain.run.exit_status import CODES
 from ndtrain.run.sweep_jobs import as_job
 
@@ -61,25 +60,13 @@ def run_with_hydra(
 
     sys.argv[1:] = [*flags, *overrides, *search_path(search)]
     try:
-        with _errors_raised():
+        with variable_set(_FULL, "1"):  # Hydra then raises its errors, instead of printing them
             hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")(task)()
     except Exception as error:
         if failed or not wrong_configuration(error, overrides):
             raise
         raise ConfigError(one_line(error, search, overrides)) from error
     return max(codes, default=0)
-
-
-@contextmanager
-def _errors_raised() -> Iterator[None]:
-    """Make Hydra raise its errors within this context, instead of printing them."""
-    before = os.environ.get(_FULL)
-    os.environ[_FULL] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_FULL]
 
 
 def check_jobs(overrides: list[str], search: Sequence[str]) -> None:

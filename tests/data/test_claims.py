@@ -9,18 +9,7 @@ import pytest
 from ndtrain.data.claims import Claims, living_member, members
 from ndtrain.device.heartbeat import DEAD_S, set_beat
 from ndtrain.device.process_owner import Owner
-
-
-class Clock:
-    def __init__(self, then=lambda now: None):
-        self.now, self._then = 0.0, then
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self._then(self.now)
+from tests.lib.clock import Clock
 
 
 def process(host: str, number: int) -> Owner:

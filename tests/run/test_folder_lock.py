@@ -26,6 +26,7 @@ from ndtrain.run import exit_status, folder_lock
 from ndtrain.run.folder_lock import Claim, FolderLock, FolderLost, acquire
 from ndtrain.train import main
 from tests.lib import namespaces
+from tests.lib.clock import Clock
 from tests.lib.helpers import (
     arguments,
     checkpoint_of,
@@ -45,20 +46,6 @@ ENDLESS = ["train.steps=100000", "checkpoint.every=3", "resume=auto"]
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
-
-
-class Clock:
-    """A clock that only `sleep` moves on. `then` is called at every sleep."""
-
-    def __init__(self, then: Callable[[float], None] = lambda now: None):
-        self.now, self._then = 0.0, then
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self._then(self.now)
 
 
 def elsewhere(name: str = "n1", **fields) -> Owner:
