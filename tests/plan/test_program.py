@@ -23,7 +23,7 @@ from tests.lib.launches import on_fake_ranks
 from tests.lib.parity import make_batches
 
 SHAPE = ["recipe=llama_debug", "train.global_batch=16", "train.micro_batch=2", "precision.compute=bf16"]
-COUNTS = 8  # bytes of a rank's number of valid tokens, which all ranks with other tokens gather
+COUNTS = 8  # bytes of a rank's number of valid tokens, which is summed over all ranks with other tokens
 WIDTH = {"compute": 2, "master": 4}
 
 MESHES = {
@@ -55,10 +55,11 @@ def test_program_has_collectives_of_dry_run(mesh, ranks):
         reductions = [program.units[op.unit].numel for op in ops if isinstance(op, Reduce)] if sharded else []
         real = {(t.axis, t.op): t for t in dry.traffic}
         assert _of(real, sharded, "reduce_scatter") == (len(reductions), sum(reductions) * WIDTH["master"])
-        count, nbytes = _of(real, sharded, "all_gather")
-        counted = _wide(spec, ("dp", "fsdp", "cp")) == sharded
-        assert count - counted == len(gathers)
-        assert nbytes - counted * COUNTS * spec.size("dp", "fsdp", "cp") == sum(gathers) * WIDTH["compute"]
+        assert _of(real, sharded, "all_gather") == (len(gathers), sum(gathers) * WIDTH["compute"])
+        tokens = _wide(spec, ("dp", "fsdp", "cp"))
+        sums = [op.units for op in ops if isinstance(op, Sum) and op.axes == tokens]
+        summed = sum(program.units[u].numel // program.units[u].groups.shards for units in sums for u in units)
+        assert _of(real, tokens, "all_reduce") == (1 + len(sums), COUNTS + summed * WIDTH["master"])
         assert _of(real, "pp", "send")[0] == sum(isinstance(op, Send) for op in ops)
         assert _of(real, "pp", "receive")[0] == sum(len(turn.posts) for turn in own.program.turns)
 
