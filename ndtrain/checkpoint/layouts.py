@@ -27,6 +27,7 @@ from ndtrain.checkpoint.safetensors_io import (
     plan_files,
 )
 from ndtrain.config import CheckpointConfig, first_rank_of_host
+from ndtrain.mesh.gloo import gather_rows
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
 from ndtrain.parallel.stages import Stages
@@ -163,7 +164,7 @@ def _per_host(described: dict[str, Described], owned: Sequence[Owned], mesh: Mes
     own = dict.fromkeys(kinds, 0)
     for o in owned:
         own[kind_of[o.name]] += o.rows.numel
-    table_RK = _of_all_ranks(np.array([[first, *own.values()]], np.int64), mesh)
+    table_RK = _of_all_ranks([first, *own.values()], mesh)
     hosts, host_R = np.unique(table_RK[:, 0], return_inverse=True)
     host = int(host_R[mesh.rank])
     numel_HK = np.zeros((len(hosts), len(kinds)), np.int64)
@@ -181,7 +182,8 @@ def _per_host(described: dict[str, Described], owned: Sequence[Owned], mesh: Mes
         places.append(Place(o.name, file.name, offset, o.rows, True))
         pieces.append([index[o.name], host, at[kind], *o.rows])
         at[kind] += o.rows.numel
-    found = _of_all_ranks(np.array(pieces, np.int64).reshape(-1, 1 + len(COLUMNS)), mesh)
+    mine = torch.tensor(pieces, dtype=torch.int64).view(-1, 1 + len(COLUMNS))
+    found = mine if mesh.background is None else gather_rows(mine, mesh.background)
     planned = (_planned(kinds, h, of_host) for h, of_host in enumerate(numel_HK if mesh.rank == 0 else ()))
     return Files(
         "host",
@@ -191,7 +193,7 @@ def _per_host(described: dict[str, Described], owned: Sequence[Owned], mesh: Mes
         owned=owned,
         places=places,
         size=int(numel_HK.sum(axis=0) @ np.array([kind.dtype.itemsize for kind in kinds])),
-        pieces=_by_tensor(found, index) if mesh.rank == 0 else {},
+        pieces={} if found is None else _by_tensor(found.numpy(), index),
     )
 
 
@@ -211,18 +213,13 @@ def _by_tensor(found: np.ndarray, index: dict[str, int]) -> dict[str, np.ndarray
     return dict(zip(index, np.split(found[:, 1:], ends[:-1]), strict=True))
 
 
-def _of_all_ranks(mine: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Return the rows [n, k] of all ranks, one rank after the other. k is the same on all ranks."""
-    if mesh.background is None:
-        return mine
-    counts = torch.zeros(mesh.spec.world_size, dtype=torch.int64)
-    counts[mesh.rank] = len(mine)
-    dist.all_reduce(counts, group=mesh.background)
-    rows = torch.zeros(int(counts.sum()), mine.shape[1], dtype=torch.int64)
-    begin = int(counts[: mesh.rank].sum())
-    rows[begin : begin + len(mine)] = torch.from_numpy(mine)
-    dist.all_reduce(rows, group=mesh.background)
-    return rows.numpy()
+def _of_all_ranks(mine_K: Sequence[int], mesh: Mesh) -> np.ndarray:
+    """Return the numbers of all ranks [ranks, k], on every rank."""
+    table_RK = torch.zeros(mesh.spec.world_size, len(mine_K), dtype=torch.int64)
+    table_RK[mesh.rank] = torch.tensor(mine_K)
+    if mesh.background is not None:
+        dist.all_reduce(table_RK, group=mesh.background)
+    return table_RK.numpy()
 
 
 def write_json(path: Path, content: dict) -> None:

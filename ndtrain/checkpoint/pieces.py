@@ -5,8 +5,10 @@ host write, one rank after the other. The index `model.pieces.safetensors` lists
 The metadata of its header have the dtype and the shape.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +34,7 @@ STEMS = ("model", "optimizer")
 COLUMNS = ("file", "at", *Rows._fields)  # of an index: file number, position in that file, positions in the tensor
 _INDEX = torch.int64
 _KEPT = 64  # tensors whose pieces a reader keeps
-_MOST = 2**62  # limit for positions and sizes, so that their sums fit into 64 bits
+_MOST = 2**60  # limit for positions and sizes, so that the sum of three fits into 64 bits
 
 
 def host_file(stem: str, number: int) -> str:
@@ -209,10 +211,12 @@ class PiecesReader(Reader):
         tensor = self._pieced[name]
         numel = tensor.table.shape[0] * len(COLUMNS)
         table = self._elements.read(tensor.table, _INDEX, Rows(0, numel)).view(-1, len(COLUMNS)).numpy()
-        _, at, start, length, number, stride = table.T.astype(object)  # Python's integers do not overflow
-        pieces = length * number
-        if (table < 0).any() or (table > _MOST).any() or (pieces == 0).any() or (at + pieces > _MOST).any():
+        _, _, start, length, number, stride = table.T
+        wide = table.astype(np.float64).T  # products that do not fit into 64 bits do not overflow here
+        largest = max(np.sum(wide[3] * wide[4]), np.max((wide[4] - 1) * wide[5], initial=0))
+        if (table < 0).any() or (table > _MOST).any() or largest > _MOST or not (length * number).all():
             raise self._damaged(f"the pieces of tensor {name} have impossible sizes")
+        pieces = length * number
         if ((number > 1) & (stride < length)).any() or (start + (number - 1) * stride + length > tensor.numel).any():
             raise self._damaged(f"a piece of tensor {name} is outside its shape {tensor.shape}")
         if pieces.sum() != tensor.numel:
@@ -233,15 +237,24 @@ def _in_source(copy: Copy) -> Rows:
     return Rows(copy.source, copy.length, copy.number, copy.source_stride)
 
 
-def _by_file(table: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, Sequence[Held]]]:
-    """Yield for each file its pieces with elements in [begin, end). Rows of a piece that have none are left out."""
-    file, at, start, length, number, stride = table.T
-    step = np.maximum(stride, 1)
-    first = np.clip((begin - start - length) // step + 1, 0, number)
-    last = np.clip(-((start - end) // step), 0, number)
-    kept = np.flatnonzero(last > first)
-    at, start, number = at + first * length, start + first * stride, last - first
-    splits = np.flatnonzero(np.diff(file[kept])) + 1
-    for group in np.split(kept, splits) if len(kept) else ():
-        columns = np.stack([at[group], start[group], length[group], number[group], stride[group]], axis=1)
-        yield int(file[group[0]]), [Held(a, Rows(*rows)) for a, *rows in columns.tolist()]
+def _by_file(table: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, list[Held]]]:
+    """Yield for each file its pieces with elements in [begin, end). Rows of a piece that have none are left out.
+
+    Args:
+        table: the pieces of a tensor by file, int64 [n, 6].
+    """
+    _, _, start, length, number, stride = table.T
+    near = table[(start < end) & (start + (number - 1) * stride + length > begin)]
+    for file, pieces in groupby(near.tolist(), key=itemgetter(0)):
+        held = [_rows_between(Held(at, Rows(*rows)), begin, end) for _, at, *rows in pieces]
+        if held := [h for h in held if h.rows.number]:
+            yield file, held
+
+
+def _rows_between(held: Held, begin: int, end: int) -> Held:
+    """Return the rows of a piece that have elements in [begin, end). There may be none."""
+    at, rows = held
+    step = max(rows.stride, 1)
+    first = min(max((begin - rows.start - rows.length) // step + 1, 0), rows.number)
+    last = min(max(-((rows.start - end) // step), first), rows.number)
+    return Held(at + first * rows.length, rows._replace(start=rows.start + first * rows.stride, number=last - first))

@@ -6,7 +6,9 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ndtrain.device.environment import variable_set
@@ -20,7 +22,7 @@ def connecting_on_use() -> AbstractContextManager[None]:
 
     Otherwise each rank connects to all others at once, and reads all their addresses from the store. The collectives of
     gloo go around a ring or along a tree, so each rank connects to few others. But a send or a receive may then wait
-    until the other rank takes part. Such a group is therefore for collectives only.
+    until the other rank takes part. Such a group is therefore for operations in which all ranks take part.
     """
     return variable_set(_LAZY, "1")
 
@@ -29,6 +31,31 @@ def gloo_group_of_all_ranks(**options: Any) -> dist.ProcessGroup:
     """Create a gloo group of all ranks, whose ranks connect when they first exchange a message. All ranks call this."""
     with connecting_on_use():
         return dist.new_group(backend=GLOO, **options)
+
+
+def gather_rows(mine: Tensor, group: dist.ProcessGroup) -> Tensor | None:
+    """Return the rows [n, k] of all ranks, one rank after the other, on the group's first rank, and None on the others.
+
+    The rows go along a binomial tree: of 2^m ranks, a rank receives at most m messages. Only the first rank ever holds
+    all rows.
+
+    Args:
+        mine: int64 in host memory. k is the same on all ranks.
+    """
+    rank, found, distance = group.rank(), [mine], 1
+    while distance < group.size():
+        if rank & distance:
+            rows = torch.cat(found)
+            dist.send(torch.tensor([len(rows)]), group=group, group_dst=rank - distance)
+            dist.send(rows, group=group, group_dst=rank - distance)
+            return None
+        if rank + distance < group.size():
+            number = torch.empty(1, dtype=torch.int64)
+            dist.recv(number, group=group, group_src=rank + distance)
+            found.append(mine.new_empty(int(number), mine.shape[1]))
+            dist.recv(found[-1], group=group, group_src=rank + distance)
+        distance *= 2
+    return torch.cat(found)
 
 
 @contextmanager

@@ -268,6 +268,7 @@ class Mesh:
 
         Its first use creates it, so every rank must reach that first use in the same order. Its ranks connect then, for
         all-reduces alone. Later the store of their addresses may be lost: it ends with torchrun, and the run is saved.
+        Anything else may be sent only at the start of the run.
         """
         if self.spec.world_size == 1:
             return None

@@ -42,6 +42,8 @@ def copies_between(source: Sequence[Held], target: Sequence[Held]) -> list[Copy]
     Raises:
         ValueError: an element is twice in the source, or in the target.
     """
+    if len(source) == len(target) == 1 and source[0].rows.number == target[0].rows.number == 1:
+        return _contiguous(source[0], target[0])  # the usual case, which needs no arrays
     from_start, from_stop, from_at = _pieces(source)
     to_start, to_stop, to_at = _pieces(target)
     if not len(from_start) or not len(to_start):
@@ -52,6 +54,13 @@ def copies_between(source: Sequence[Held], target: Sequence[Held]) -> list[Copy]
     s = np.arange(count.sum()) + np.repeat(first - np.cumsum(count) + count, count)
     start, stop = np.maximum(from_start[s], to_start[t]), np.minimum(from_stop[s], to_stop[t])
     return list(_regular(from_at[s] + start - from_start[s], to_at[t] + start - to_start[t], stop - start))
+
+
+def _contiguous(source: Held, target: Held) -> list[Copy]:
+    start = max(source.rows.start, target.rows.start)
+    length = min(source.rows.start + source.rows.length, target.rows.start + target.rows.length) - start
+    at = (source.at + start - source.rows.start, target.at + start - target.rows.start)
+    return [Copy(*at, length)] if length > 0 else []
 
 
 def _pieces(held: Sequence[Held]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,11 +1,14 @@
-"""gloo groups that share a thread deliver the same messages as groups with threads of their own."""
+"""gloo groups that share a thread deliver the same messages as groups with threads of their own, and rows of all ranks
+reach the first one along a tree."""
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ndtrain.config import MeshConfig
+from ndtrain.mesh.gloo import gather_rows, gloo_group_of_all_ranks
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from tests.lib.ranks import run_ranks
 
@@ -42,3 +45,17 @@ def exchanged() -> tuple[int, int, bool]:
 def test_groups_of_all_axes_share_one_thread():
     for before, after, right in run_ranks(exchanged, 8):
         assert right and after == before + 1
+
+
+def gathered() -> torch.Tensor | None:
+    """Rank r has r rows, which name it."""
+    group, rank = gloo_group_of_all_ranks(), dist.get_rank()
+    dist.all_reduce(torch.zeros(1), group=group)
+    return gather_rows(torch.full((rank, 3), rank), group)
+
+
+@pytest.mark.parametrize("ranks", [2, 7, pytest.param(8, marks=pytest.mark.full)])
+def test_rows_of_all_ranks_reach_the_first_in_order(ranks):
+    first, *others = run_ranks(gathered, ranks)
+    assert first.tolist() == [[rank] * 3 for rank in range(ranks) for _ in range(rank)]
+    assert others == [None] * (ranks - 1)
