@@ -41,7 +41,8 @@ GATHER_S = 3.0  # time to wait for the reports of the other ranks
 CALLED = "hang/called"  # key of the alert; its value is the rank that has exceeded the deadline
 ANSWER_S = 1.0  # the shared connection is in use if it does not answer within this time
 ANSWERS_S = 2.0  # time to wait for the records that it has requested
-LAST_S = 8.0  # a hanging rank exits after this time, even if the store does not answer
+LAST_S = 8.0  # a hanging rank exits after this time, even if the store does not answer any more
+REACH_S = 5.0  # and after this time, if the store has not received its report
 
 
 class HangWatchdog:
@@ -72,7 +73,7 @@ class HangWatchdog:
         self._island, self._seen, self._seen_at = island, (0,), time.monotonic()
         self._checked_at = self._runs_since = time.monotonic()
         self._meeting, self._main = meeting, threading.get_ident()
-        self._closed, self._called = threading.Event(), threading.Event()
+        self._closed, self._called, self._published = (threading.Event() for _ in range(3))
         self._caller: int | None = None  # the other rank that has sent the alert; None: no alert, or from this rank
         self._pause = min(PAUSE_S, deadline_s / 10)
         for work in (self._check, self._listen):
@@ -122,10 +123,11 @@ class HangWatchdog:
 
     def _end(self) -> None:
         """End this rank after its report is published, or after `LAST_S` at the latest."""
-        report = Report.of(RECORDER, self.rank, self._main)
+        report, end = Report.of(RECORDER, self.rank, self._main), time.monotonic() + LAST_S
         self._write(report)
         threading.Thread(target=self._publish, args=(report,), daemon=True).start()
-        time.sleep(LAST_S)  # the publishing thread ends the process earlier, unless the store does not answer
+        if self._published.wait(REACH_S):  # the publishing thread ends the process, unless the store is lost now
+            time.sleep(max(0.0, end - time.monotonic()))
         self._diagnose(
             report, {self.rank: report}, " (the run's store does not answer: this host may be the one that is cut off)"
         )
@@ -141,6 +143,7 @@ class HangWatchdog:
         with suppress(Exception):
             messages = self._answering().messages
             messages.put(_report_of(self.rank), asdict(report.brief()))
+            self._published.set()
             if self._caller is None:
                 messages.put(CALLED, self.rank)
             if messages.claim("hang/reporter", self.rank) == self.rank:
