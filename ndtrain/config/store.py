@@ -195,6 +195,19 @@ class StorePath:
         with self._asking():
             self._system.pipe_file(str(self._path), content)
 
+    def create(self, content: bytes) -> bool:
+        """Write an object, unless it exists: then return False. Of several processes, one succeeds.
+
+        Raises:
+            OSError: also if the store cannot do this.
+        """
+        try:
+            with self._asking():
+                self._system.pipe_file(str(self._path), content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
     def unlink(self, missing_ok: bool = False) -> None:
         try:
             with self._asking():

@@ -1,7 +1,8 @@
 """Heartbeats in a file: whether a process on any host is alive, on storage that the hosts share.
 
-The heartbeat is the modification time of the file, used as a counter. The process sets it to a new value every
-`BEAT_S`, and observers only check if it changes. Clocks of different hosts are never compared.
+The heartbeat is the modification time of the file, used as a counter. In an object store, it is a number in an object
+beside the file. The process sets it to a new value every `BEAT_S`, and observers only check if it changes. Clocks of
+different hosts are never compared.
 """
 
 import os
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from ndtrain.config.store import in_store
 
 BEAT_S = 5.0  # interval of the heartbeat
 DEAD_S = 60.0  # a process on another host counts as dead if its heartbeat has not changed for this time
@@ -85,6 +88,8 @@ def beat_of(file: Path) -> int | None:
 
     The file is opened, because NFS may answer `stat` from a cache that is a minute old.
     """
+    if in_store(file):
+        return _beat_in_store(file)
     try:
         with open(file, "rb") as opened:
             return os.fstat(opened.fileno()).st_mtime_ns
@@ -94,10 +99,29 @@ def beat_of(file: Path) -> int | None:
 
 def set_beat(file: Path, number: int) -> None:
     """Set the heartbeat to the value of beat `number`, which differs from the values of all other beats."""
+    if in_store(file):
+        _beside(file).write_bytes(str(1 + number).encode())
+        return
     seconds = _FIRST_BEAT_S + 2 * number  # FAT stores times with a resolution of two seconds
     os.utime(file, (seconds, seconds))
 
 
 def release_beat(file: Path) -> None:
     """Set the heartbeat to 0: the process does not need the file any more."""
-    os.utime(file, ns=(0, 0))
+    if in_store(file):
+        _beside(file).write_bytes(b"0")
+    else:
+        os.utime(file, ns=(0, 0))
+
+
+def _beside(file: Path) -> Path:
+    return file.with_name(f"{file.name}.beat")
+
+
+def _beat_in_store(file: Path) -> int | None:
+    try:
+        return int(_beside(file).read_text())
+    except FileNotFoundError:  # before the first beat, or there is no such file
+        return 1 if file.exists() else None
+    except ValueError:
+        return -1

@@ -294,7 +294,7 @@ class CheckpointCallback(Callback):
 
     @staticmethod
     def _write_extras(trainer: Run, companions: Companions, folder: Path) -> None:
-        trainer.claim.check()  # the last check before the checkpoint is published
+        trainer.claim.check_checkpoints()  # the last check before the checkpoint is published
         write_extras(trainer.data, companions, folder)
 
     def needs_report(self) -> bool:

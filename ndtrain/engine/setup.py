@@ -28,7 +28,7 @@ from ndtrain.config import (
     world_from_env,
 )
 from ndtrain.config.schema import resolved
-from ndtrain.config.store import checkpoint_folder, folder_at
+from ndtrain.config.store import checkpoint_folder, folder_at, in_store
 from ndtrain.data import Data, open_data
 from ndtrain.device.gpu import own_gpu, use_gpu
 from ndtrain.device.heartbeat import DEAD_S
@@ -401,6 +401,7 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, Resume]:
             _check_new(how, cfg)
             claim = folder_lock.acquire(run_dir)
             undo.callback(claim.release)
+            claim.checkpoints = _lock_in_store(checkpoint_folder(cfg))
             _check_new(how, cfg)
             resume = choose(cfg, how)
             if cfg.train.epochs is None:
@@ -413,6 +414,17 @@ def take_run_folder(cfg: Config, run_dir: Path) -> tuple[Claim, Resume]:
             raise _unwritable(run_dir, error) from error
         undo.pop_all()
     return claim, resume
+
+
+def _lock_in_store(folder: Path) -> folder_lock.FolderLock | None:
+    if not in_store(folder):
+        return None
+    try:
+        return folder_lock.acquire(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.folder={folder} cannot be written ({error.strerror}): give another one"
+        ) from error
 
 
 def _check_new(resume: str, cfg: Config) -> None:

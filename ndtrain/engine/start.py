@@ -51,7 +51,7 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
             notes = checkpoint.load(path, stages, mesh)
             companions = _resumed_companions(path, cfg, mesh)
             if mesh.rank == 0:
-                setup.claim.check()
+                setup.claim.check_checkpoints()
             if mesh.rank == 0 and path.parent.resolve() == checkpoint_folder(cfg).resolve():
                 checkpoint.set_aside_later(path)
             return Start(path, resolved(resume.state), companions, notes)

@@ -1,8 +1,10 @@
 """The lock of a run folder: at most one run at a time writes into a folder, also on storage shared by many hosts.
 
+The folder of its checkpoints has a lock of its own if it is in an object store.
+
 `<run.dir>/owner/` has a numbered file for each run that has owned the folder. The run with the highest number is the
 owner. A file is created by a hard link, which is atomic and fails if the file exists. If several runs want the next
-number, exactly one gets it, and the numbers only grow.
+number, exactly one gets it, and the numbers only grow. In an object store, an upload fails if the object exists.
 
 The owner's file has a heartbeat (`device/heartbeat`). Clocks of different hosts are never compared.
 
@@ -25,8 +27,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
 from ndtrain.config import ConfigError
+from ndtrain.config.store import StorePath, folder_at, in_store
 from ndtrain.device.heartbeat import DEAD_S, Heartbeat, Silence, beat_of, release_beat, set_beat
 from ndtrain.device.process_owner import Owner, read_owner
 
@@ -52,7 +56,12 @@ class Claim:
 
     def __init__(self, file: Path, owner: Owner):
         self.file, self.owner = file, owner
-        _claims[_key(file.parent.parent)] = self
+        _claims[_key(self.folder)] = self
+
+    @property
+    def folder(self) -> Path:
+        """The folder that is claimed."""
+        return self.file.parent.parent
 
     def check(self) -> None:
         """Check that this run still owns the folder. Call this before writing to the folder.
@@ -64,9 +73,17 @@ class Claim:
             other = read_owner(_newest(self.file.parent)[1])
             by = f" by {other}" if other and other.token != self.owner.token else ""
             raise FolderLost(
-                f"{self.file.parent.parent} was taken over{by}, because this run made no progress for {DEAD_S:g} s "
+                f"{self.folder} was taken over{by}, because this run made no progress for {DEAD_S:g} s "
                 "or more: it stops now, and writes nothing more"
             )
+
+    def check_checkpoints(self) -> None:
+        """Check the folder of the checkpoints too. Call this before one of them is published or set aside.
+
+        Raises:
+            FolderLost: another run has taken over one of the folders.
+        """
+        self.check()
 
     def is_lost(self) -> bool:
         """Return True if another run has taken over the folder. Return False if the file system does not answer."""
@@ -90,7 +107,7 @@ class Claim:
         try:
             if set(_numbers(self.file.parent)) - {_number(self.file)}:
                 return True
-            self.file.parent.mkdir(exist_ok=True)
+            _make(self.file.parent)
             mine = _create(self.file, self.owner)
             return not mine or max(_numbers(self.file.parent), default=0) > _number(self.file)
         except OSError:
@@ -98,8 +115,8 @@ class Claim:
 
     def release(self) -> None:
         """Forget the claim in this process."""
-        if _claims.get(_key(self.file.parent.parent)) is self:
-            del _claims[_key(self.file.parent.parent)]
+        if _claims.get(_key(self.folder)) is self:
+            del _claims[_key(self.folder)]
 
     def as_message(self) -> list:
         """Return the claim as a list for another rank's `Claim.from_message`."""
@@ -107,19 +124,31 @@ class Claim:
 
     @classmethod
     def from_message(cls, message: list) -> "Claim":
-        return cls(Path(message[0]), Owner(**message[1]))
+        return cls(folder_at(message[0]), Owner(**message[1]))
 
 
 class FolderLock(Claim):
-    """The claim of rank 0. A thread updates its heartbeat until `release`."""
+    """The claim of rank 0. A thread updates its heartbeat until `release`.
+
+    Attributes:
+        checkpoints: the lock of the object store with this run's checkpoints, if they are in one.
+    """
 
     def __init__(self, file: Path, owner: Owner):
         super().__init__(file, owner)
         self._pid = os.getpid()
+        self.checkpoints: FolderLock | None = None
         self._heartbeat = Heartbeat(file, "run folder lock")
+
+    def check_checkpoints(self) -> None:
+        super().check_checkpoints()
+        if self.checkpoints:
+            self.checkpoints.check()
 
     def release(self) -> None:
         """Release the folder. A second call, or a call in a forked process, does nothing."""
+        if self.checkpoints:
+            self.checkpoints.release()
         super().release()
         if self._heartbeat.stopped or os.getpid() != self._pid:
             return
@@ -132,8 +161,8 @@ class FolderLock(Claim):
 _claims: dict[str, Claim] = {}  # run folder -> the claim of this process
 
 
-def _key(run_dir: Path) -> str:
-    return os.path.abspath(run_dir)
+def _key(folder: Path) -> str:
+    return str(folder) if in_store(folder) else os.path.abspath(folder)
 
 
 def is_lost(run_dir: Path) -> bool:
@@ -158,7 +187,7 @@ def acquire(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> FolderLock:
-    """Make this process the owner of an existing run folder.
+    """Make this process the owner of an existing run folder, or of its checkpoints in an object store.
 
     Wait up to `DEAD_S` if this machine cannot determine whether the current owner is alive (usually on another host).
 
@@ -171,7 +200,7 @@ def acquire(
     """
     me = me or Owner.this_process()
     folder = run_dir / FOLDER
-    folder.mkdir(exist_ok=True)
+    _make(folder)
     while True:
         number, file = _newest(folder)
         if number and not _is_free(file, me, run_dir, clock, sleep):
@@ -204,8 +233,8 @@ def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], s
         if gone is False:
             raise _held(run_dir, owner, me)
     print(
-        f"run.dir={run_dir} was not released by {owner or 'its last run'}: waiting up to {DEAD_S:g} s to see whether "
-        "that run is alive",
+        f"{_configured_by(run_dir)}={run_dir} was not released by {owner or 'its last run'}: waiting up to "
+        f"{DEAD_S:g} s to see whether that run is alive",
         file=sys.stderr,
         flush=True,
     )
@@ -222,22 +251,34 @@ def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], s
 
 
 def _held(run_dir: Path, owner: Owner | None, me: Owner) -> ConfigError:
+    key = _configured_by(run_dir)
     if owner and owner.machine and (owner.machine, owner.pid) == (me.machine, me.pid):
         return ConfigError(
-            f"run.dir={run_dir} belongs to another Trainer of this process, since {owner.since}: call its close(), or "
-            "give another run.dir"
+            f"{key}={run_dir} belongs to another Trainer of this process, since {owner.since}: call its close(), or "
+            f"give another {key}"
         )
+    stop = "stop it" if in_store(run_dir) else f"stop it with `touch {run_dir}/stop`"
     return ConfigError(
-        f"run.dir={run_dir} belongs to a run that is alive: {owner or 'of unknown origin'}: stop it with "
-        f"`touch {run_dir}/stop`, or give another run.dir"
+        f"{key}={run_dir} belongs to a run that is alive: {owner or 'of unknown origin'}: {stop}, or give another {key}"
     )
+
+
+def _configured_by(folder: Path) -> str:
+    return "checkpoint.folder" if in_store(folder) else "run.dir"
 
 
 # --------------------------------------------------------------------------------------------------------- owner files
 
 
+def _make(folder: Path) -> None:
+    if not in_store(folder):  # it has no folders
+        folder.mkdir(exist_ok=True)
+
+
 def _numbers(folder: Path) -> list[int]:
-    return [int(name[:-5]) for name in os.listdir(folder) if re.fullmatch(r"[0-9]+\.json", name)]
+    listed = folder.glob("*.json") if in_store(folder) else folder.iterdir()
+    names = [path.name for path in listed]
+    return [int(name[:-5]) for name in names if re.fullmatch(r"[0-9]+\.json", name)]
 
 
 def _number(file: Path) -> int:
@@ -253,6 +294,8 @@ def _newest(folder: Path) -> tuple[int, Path]:
 def _create(file: Path, owner: Owner) -> bool:
     """Create an owner file with its content in one step. Return False if the file already exists for another owner."""
     text = json.dumps(asdict(owner), indent=1) + "\n"
+    if in_store(file):
+        return _create_in_store(cast(StorePath, cast(Any, file)), owner, text.encode())
     part = file.with_name(f".{owner.token}")
     try:
         part.write_text(text)
@@ -268,6 +311,17 @@ def _create(file: Path, owner: Owner) -> bool:
     finally:
         with suppress(OSError):
             part.unlink()
+
+
+def _create_in_store(file: StorePath, owner: Owner, content: bytes) -> bool:
+    try:
+        created = file.create(content)
+    except OSError:  # an older store: of several runs, the last one wins. The others notice it before they publish
+        if file.exists():
+            return False
+        file.write_bytes(content)
+        created = True
+    return created or read_owner(cast(Path, cast(Any, file))) == owner  # the request was repeated after a lost answer
 
 
 def _create_without_links(file: Path, text: str) -> bool:

@@ -3,19 +3,26 @@
 import os
 import random
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from ndtrain import checkpoint
+from ndtrain import Trainer, checkpoint, compose
 from ndtrain.checkpoint.__main__ import main
 from ndtrain.checkpoint.merging import merge
 from ndtrain.checkpoint.verifying import verify
 from ndtrain.config import ConfigError
 from ndtrain.config.store import folder_at
-from ndtrain.run import exit_status
+from ndtrain.device.process_owner import Owner
+from ndtrain.engine import setup
+from ndtrain.run import exit_status, folder_lock
 from ndtrain.train import main as train
 from tests.checkpoint import test_checkpoint_matrix as matrix
 from tests.checkpoint.test_checkpoint_matrix import MESHES, SAVED, ranks_of, straight  # noqa: F401 (a fixture)
@@ -65,7 +72,7 @@ def test_run_in_a_store_equals_run_on_disk(memory, corpus, tmp_path, capsys):
     assert tensor_bytes_of(f"{memory}/step-00000004") == tensor_bytes(checkpoint_of(tmp_path / "disk", 4))
     assert train(arguments(tmp_path / "store", corpus, *saves_to(memory, "train.steps=6", "resume=auto"))) == 0
     assert [r["step"] for r in rows(tmp_path / "store")] == [1, 2, 3, 4, 5, 6]
-    assert {name.partition("/")[0] for name in names(memory)} == {"step-00000004", "step-00000006"}
+    assert {name.partition("/")[0] for name in names(memory)} == {"owner", "step-00000004", "step-00000006"}
     capsys.readouterr()
     assert main(["verify", memory]) == 0 and capsys.readouterr().out.count("good: ") == 2
     assert main(["merge", memory, str(tmp_path / "merged")]) == 0
@@ -126,6 +133,29 @@ def test_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("fsspec.filesystem", lambda *args, **options: (_ for _ in ()).throw(ImportError("no s3fs")))
     with pytest.raises(ConfigError, match=r"no package for s3:// is installed .*pip install 'ndtrain\[s3\]'"):
         folder_at("s3://bucket/run")
+
+
+def test_folder_in_a_store_has_one_run_at_a_time(memory, corpus, tmp_path):
+    first, second = (arguments(tmp_path / name, corpus, *saves_to(memory)) for name in ("first", "second"))
+    trainer = Trainer(compose(*first))
+    with pytest.raises(ConfigError, match=f"checkpoint.folder={memory} belongs to another Trainer of this process"):
+        Trainer(compose(*second))
+    trainer.train()
+    assert train([*second, "train.steps=6", "resume=auto"]) == 0
+    assert [r["step"] for r in rows(tmp_path / "second")] == [5, 6]
+
+
+def test_run_whose_store_was_taken_over_publishes_nothing(memory, corpus, tmp_path):
+    """It made no progress for a minute. Its run folder is still its own."""
+    trainer = Trainer(compose(*arguments(tmp_path / "run", corpus, *saves_to(memory))))
+    elsewhere = replace(Owner.this_process(), host="n1", machine="another", token="x")
+    with mock.patch.object(folder_lock, "_is_free", lambda *args: True):
+        winner = folder_lock.acquire(folder_at(memory), elsewhere)
+    with pytest.raises(folder_lock.FolderLost, match="taken over by pid"):
+        trainer.train()
+    assert not checkpoint.list_checkpoints(folder_at(memory))
+    winner.check()
+    winner.release()
 
 
 # ------------------------------------------------------------------------------------------------------- with a server
@@ -204,15 +234,44 @@ def test_run_killed_at_random_moments_loses_nothing(background, server, corpus, 
 def test_bucket_that_is_gone_is_named_and_training_goes_on(server, corpus, tmp_path, capsys):
     args = arguments(tmp_path / "run", corpus, *saves_to(f"{BUCKET}/run"))
     assert train([*args, "train.stop_at=2"]) == 0
-    server.remove_bucket()
+    fresh = arguments(tmp_path / "fresh", corpus, *saves_to(f"{BUCKET}/fresh"))
+    with bucket_gone_after_start(server):
+        assert train(fresh) == 1
+    assert [r["step"] for r in rows(tmp_path / "fresh")] == [1, 2, 3, 4]
+    error = exit_status.read(tmp_path / "fresh").error
+    assert "checkpoint of step 4 not saved" in error and "The specified bucket does not exist" in error
     for more in (["resume=auto"], ["resume=s3://bucket/run"], [f"run.dir={tmp_path / 'new'}"]):
         capsys.readouterr()
         assert train([*args, *more]) == 2
         err = capsys.readouterr().err
         assert "s3://bucket/run" in err and "there is no bucket bucket, or it cannot be reached" in err
-    fresh = arguments(tmp_path / "fresh", corpus, *saves_to(f"{BUCKET}/run"))
-    with mock.patch("ndtrain.engine.setup._holds_checkpoints", lambda cfg: False):
-        assert train(fresh) == 1
-    assert [r["step"] for r in rows(tmp_path / "fresh")] == [1, 2, 3, 4]
-    error = exit_status.read(tmp_path / "fresh").error
-    assert "checkpoint of step 4 not saved" in error and "The specified bucket does not exist" in error
+
+
+@contextmanager
+def bucket_gone_after_start(server: s3.Server) -> Iterator[None]:
+    last_of_setup = setup.meet
+
+    def meet(*args):
+        server.remove_bucket()
+        return last_of_setup(*args)
+
+    with mock.patch.object(setup, "meet", meet):
+        yield
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_one_of_many_runs_gets_a_folder_in_s3(rate, server):
+    folder, gate = folder_at(f"{BUCKET}/run"), threading.Barrier(8)
+    server.fail(rate)
+
+    def take(number: int) -> folder_lock.FolderLock | None:
+        gate.wait()
+        with suppress(ConfigError):
+            return folder_lock.acquire(folder, replace(Owner.this_process(), token=f"{number}"))
+
+    with ThreadPoolExecutor(8) as pool:
+        (lock,) = [lock for lock in pool.map(take, range(8)) if lock]
+    lock.check()
+    lock.release()
+    folder_lock.acquire(folder).release()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 
 from ndtrain import Trainer, compose
 from ndtrain.config import ConfigError
+from ndtrain.config.store import folder_at
 from ndtrain.device import heartbeat
 from ndtrain.device.heartbeat import BEAT_S, DEAD_S, beat_of, set_beat
 from ndtrain.device.process_owner import LAUNCH, Owner
@@ -46,6 +47,16 @@ ENDLESS = ["train.steps=100000", "checkpoint.every=3", "resume=auto"]
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+
+
+@pytest.fixture(params=["disk", "store"])
+def place(request, tmp_path) -> Iterator[Path]:
+    """A folder on a disk, or in an object store."""
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        yield folder_at("memory://bucket/lock")
+        folder_at("memory://bucket").remove_all()
 
 
 def elsewhere(name: str = "n1", **fields) -> Owner:
@@ -78,9 +89,9 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_a_released_folder_is_free_at_once(tmp_path):
-    acquire(tmp_path, elsewhere()).release()
-    assert taken(tmp_path) == taken(tmp_path, elsewhere()) == 0
+def test_a_released_folder_is_free_at_once(place):
+    acquire(place, elsewhere()).release()
+    assert taken(place) == taken(place, elsewhere()) == 0
 
 
 @pytest.mark.parametrize("gone", ["killed", "its number has a new process", "not reaped"])
@@ -118,22 +129,22 @@ def test_living_owner_on_same_machine_is_never_replaced(tmp_path):
     assert f"touch {tmp_path}/stop" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_dead_owner_on_other_machine_is_replaced_after_dead_s(tmp_path, capsys):
-    left_by(tmp_path, elsewhere("n7"))
-    assert DEAD_S <= taken(tmp_path) <= DEAD_S + 1
+def test_dead_owner_on_other_machine_is_replaced_after_dead_s(place, capsys):
+    left_by(place, elsewhere("n7"))
+    assert DEAD_S <= taken(place) <= DEAD_S + 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "pid 7 on host n7" in line and f"up to {DEAD_S:g} s" in line
 
 
 @pytest.mark.parametrize("skew_s", [0, 600, -600, -1.7e9])
-def test_living_owner_on_other_machine_is_never_replaced(skew_s, tmp_path):
+def test_living_owner_on_other_machine_is_never_replaced(skew_s, place):
     """Its heart beats once just before the observer's wait ends. Its clock may be wrong."""
     right = time.time()
     with mock.patch("time.time", lambda: right + skew_s):
-        file = left_by(tmp_path, elsewhere())
+        file = left_by(place, elsewhere())
         beat = lambda now: set_beat(file, 1) if now >= DEAD_S - 1 else None
         with pytest.raises(ConfigError, match="belongs to a run that is alive: pid 7 on host n1"):
-            taken(tmp_path, then=beat)
+            taken(place, then=beat)
 
 
 def test_slow_file_system_of_observer_replaces_no_owner(tmp_path):
@@ -146,9 +157,9 @@ def test_slow_file_system_of_observer_replaces_no_owner(tmp_path):
     assert clock.now >= 10 * 20 + DEAD_S
 
 
-def test_owner_file_beats_until_release(tmp_path):
+def test_owner_file_beats_until_release(place):
     with mock.patch.object(heartbeat, "BEAT_S", 0.01):
-        lock = acquire(tmp_path)
+        lock = acquire(place)
         seen = {beat_of(lock.file)}
         wait_for(lambda: seen.add(beat_of(lock.file)) or len(seen) > 3, "beats")
         lock.release()
@@ -180,9 +191,9 @@ def test_restarted_launch_takes_folder_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"host": 1}'])
-def test_invalid_owner_file_expires(content, tmp_path):
-    left_by(tmp_path, elsewhere()).write_text(content)
-    assert DEAD_S <= taken(tmp_path) <= DEAD_S + 1
+def test_invalid_owner_file_expires(content, place):
+    left_by(place, elsewhere()).write_bytes(content.encode())
+    assert DEAD_S <= taken(place) <= DEAD_S + 1
 
 
 def test_lock_works_without_hard_links(tmp_path):
@@ -195,14 +206,14 @@ def test_lock_works_without_hard_links(tmp_path):
         assert taken(tmp_path) == 0
 
 
-def test_one_of_many_takers_wins(tmp_path):
-    left_by(tmp_path, replace(Owner.this_process(), pid=dead_pid(), token="x"))
+def test_one_of_many_takers_wins(place):
+    left_by(place, replace(Owner.this_process(), pid=dead_pid(), token="x"))
     gate = threading.Barrier(8)
 
     def take(number: int) -> FolderLock | None:
         gate.wait()
         try:
-            return acquire(tmp_path, replace(Owner.this_process(), token=f"{number}"))
+            return acquire(place, replace(Owner.this_process(), token=f"{number}"))
         except ConfigError:
             return None
 
@@ -212,19 +223,19 @@ def test_one_of_many_takers_wins(tmp_path):
     lock.release()
 
 
-def test_a_late_taker_finds_the_newer_owner(tmp_path):
+def test_a_late_taker_finds_the_newer_owner(place):
     """Between its look and its claim, one run came and went and another one came."""
     create, winners = folder_lock._create, []
 
     def late(file: Path, owner: Owner) -> bool:
         if owner.token == "late" and not winners:
-            acquire(tmp_path).release()
-            winners.append(acquire(tmp_path))
+            acquire(place).release()
+            winners.append(acquire(place))
         return create(file, owner)
 
-    acquire(tmp_path).release()
+    acquire(place).release()
     with mock.patch.object(folder_lock, "_create", late), pytest.raises(ConfigError, match="another Trainer"):
-        acquire(tmp_path, replace(Owner.this_process(), token="late"))
+        acquire(place, replace(Owner.this_process(), token="late"))
     winners[0].check()
     winners[0].release()
 
@@ -248,14 +259,14 @@ def test_replaced_owner_raises_folder_lost(tmp_path):
     winner.release()
 
 
-def test_a_removed_owner_file_is_restored(tmp_path):
+def test_a_removed_owner_file_is_restored(place):
     """Someone cleans up: that ends nobody's run. But a run that came in between is the owner."""
-    lock = acquire(tmp_path)
+    lock = acquire(place)
     lock.file.unlink()
     lock.check()
     assert lock.file.exists()
     lock.file.unlink()
-    other = acquire(tmp_path, elsewhere())
+    other = acquire(place, elsewhere())
     with pytest.raises(FolderLost):
         lock.check()
     other.release()
@@ -263,9 +274,9 @@ def test_a_removed_owner_file_is_restored(tmp_path):
     assert beat_of(other.file) == 0
 
 
-def test_newer_owner_file_counts_before_cleanup(tmp_path):
-    lock = acquire(tmp_path)
-    (lock.file.parent / "000002.json").write_text("{}")
+def test_newer_owner_file_counts_before_cleanup(place):
+    lock = acquire(place)
+    (lock.file.parent / "000002.json").write_bytes(b"{}")
     with pytest.raises(FolderLost):
         lock.check()
     lock.release()
@@ -287,7 +298,7 @@ def test_unresponsive_file_system_ends_no_run(tmp_path):
 
 @FULL
 @pytest.mark.parametrize("seed", range(100))
-def test_random_trials_have_one_writer(seed, tmp_path, monkeypatch):
+def test_random_trials_have_one_writer(seed, place, monkeypatch):
     """Five runs on three machines start, write, are paused, are killed and start again in a random order, on a clock of
     the test. No run writes after another one has taken over, none that is well is stopped, and none waits for longer
     than stated."""
@@ -315,7 +326,7 @@ def test_random_trials_have_one_writer(seed, tmp_path, monkeypatch):
         began, before = clock.now, owner[-1:]
         me = replace(elsewhere(f"n{draw.randrange(3)}"), token=f"{name}-{clock.now}-{draw.random()}")
         try:
-            lock = acquire(tmp_path, me, clock, clock.sleep)
+            lock = acquire(place, me, clock, clock.sleep)
         except ConfigError:
             assert before and before[0] in alive, "a dead run holds the folder"
             assert before[0] not in paused or alive[before[0]].owner.machine == me.machine
