@@ -1,8 +1,8 @@
 """Heartbeats in a file: whether a process on any host is alive, on storage that the hosts share.
 
-The heartbeat is the modification time of the file, used as a counter. In an object store, it is a number in an object
-beside the file. The process sets it to a new value every `BEAT_S`, and observers only check if it changes. Clocks of
-different hosts are never compared.
+The heartbeat is the modification time of the file, used as a counter. In an object store, it is a number in a second
+object. The process sets it to a new value every `BEAT_S`, and observers only check if it changes. Clocks of different
+hosts are never compared.
 """
 
 import os
@@ -100,7 +100,7 @@ def beat_of(file: Path) -> int | None:
 def set_beat(file: Path, number: int) -> None:
     """Set the heartbeat to the value of beat `number`, which differs from the values of all other beats."""
     if in_store(file):
-        _beside(file).write_bytes(str(1 + number).encode())
+        _beat_object(file).write_bytes(str(1 + number).encode())
         return
     seconds = _FIRST_BEAT_S + 2 * number  # FAT stores times with a resolution of two seconds
     os.utime(file, (seconds, seconds))
@@ -109,18 +109,18 @@ def set_beat(file: Path, number: int) -> None:
 def release_beat(file: Path) -> None:
     """Set the heartbeat to 0: the process does not need the file any more."""
     if in_store(file):
-        _beside(file).write_bytes(b"0")
+        _beat_object(file).write_bytes(b"0")
     else:
         os.utime(file, ns=(0, 0))
 
 
-def _beside(file: Path) -> Path:
+def _beat_object(file: Path) -> Path:
     return file.with_name(f"{file.name}.beat")
 
 
 def _beat_in_store(file: Path) -> int | None:
     try:
-        return int(_beside(file).read_text())
+        return int(_beat_object(file).read_text())
     except FileNotFoundError:  # before the first beat, or there is no such file
         return 1 if file.exists() else None
     except ValueError:
