@@ -182,7 +182,7 @@ def owner_is_gone(run_dir: Path) -> bool | None:
 
 
 def acquire(
-    run_dir: Path,
+    folder: Path,
     me: Owner | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -199,25 +199,25 @@ def acquire(
         OSError: the folder cannot be written.
     """
     me = me or Owner.this_process()
-    folder = run_dir / FOLDER
-    _make(folder)
+    owners = folder / FOLDER
+    _make(owners)
     while True:
-        number, file = _newest(folder)
-        if number and not _is_free(file, me, run_dir, clock, sleep):
+        number, file = _newest(owners)
+        if number and not _is_free(file, me, folder, clock, sleep):
             continue
-        mine = folder / f"{number + 1:06d}.json"
+        mine = owners / f"{number + 1:06d}.json"
         if _create(mine, me):
-            if _newest(folder)[1] == mine:
+            if _newest(owners)[1] == mine:
                 break
             mine.unlink(missing_ok=True)
-    for path in folder.iterdir():  # before this run writes, so that a former owner that is still alive notices its loss
+    for path in owners.iterdir():  # before this run writes, so that a former owner that is still alive notices its loss
         if path != mine and not path.name.startswith("."):
             with suppress(OSError):
                 path.unlink()
     return FolderLock(mine, me)
 
 
-def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
+def _is_free(file: Path, me: Owner, folder: Path, clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
     """Return True if the folder may be taken over from the owner of `file`, False if another run was faster.
 
     Raises:
@@ -231,9 +231,9 @@ def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], s
         if gone or owner.is_earlier_start_of(me):
             return True
         if gone is False:
-            raise _held(run_dir, owner, me)
+            raise _held(folder, owner, me)
     print(
-        f"{_configured_by(run_dir)}={run_dir} was not released by {owner or 'its last run'}: waiting up to "
+        f"{_configured_by(folder)}={folder} was not released by {owner or 'its last run'}: waiting up to "
         f"{DEAD_S:g} s to see whether that run is alive",
         file=sys.stderr,
         flush=True,
@@ -245,21 +245,21 @@ def _is_free(file: Path, me: Owner, run_dir: Path, clock: Callable[[], float], s
         if now is None or now == 0:
             return now == 0
         if now != beat:
-            raise _held(run_dir, read_owner(file) or owner, me)
+            raise _held(folder, read_owner(file) or owner, me)
         silence.look(now)
     return True
 
 
-def _held(run_dir: Path, owner: Owner | None, me: Owner) -> ConfigError:
-    key = _configured_by(run_dir)
+def _held(folder: Path, owner: Owner | None, me: Owner) -> ConfigError:
+    key = _configured_by(folder)
     if owner and owner.machine and (owner.machine, owner.pid) == (me.machine, me.pid):
         return ConfigError(
-            f"{key}={run_dir} belongs to another Trainer of this process, since {owner.since}: call its close(), or "
+            f"{key}={folder} belongs to another Trainer of this process, since {owner.since}: call its close(), or "
             f"give another {key}"
         )
-    stop = "stop it" if in_store(run_dir) else f"stop it with `touch {run_dir}/stop`"
+    stop = "stop it" if in_store(folder) else f"stop it with `touch {folder}/stop`"
     return ConfigError(
-        f"{key}={run_dir} belongs to a run that is alive: {owner or 'of unknown origin'}: {stop}, or give another {key}"
+        f"{key}={folder} belongs to a run that is alive: {owner or 'of unknown origin'}: {stop}, or give another {key}"
     )
 
 
