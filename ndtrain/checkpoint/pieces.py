@@ -212,11 +212,11 @@ class PiecesReader(Reader):
         numel = tensor.table.shape[0] * len(COLUMNS)
         table = self._elements.read(tensor.table, _INDEX, Rows(0, numel)).view(-1, len(COLUMNS)).numpy()
         _, _, start, length, number, stride = table.T
+        pieces = length * number
         wide = table.astype(np.float64).T  # products that do not fit into 64 bits do not overflow here
         largest = max(np.sum(wide[3] * wide[4]), np.max((wide[4] - 1) * wide[5], initial=0))
-        if (table < 0).any() or (table > _MOST).any() or largest > _MOST or not (length * number).all():
+        if (table < 0).any() or (table > _MOST).any() or largest > _MOST or not pieces.all():
             raise self._damaged(f"the pieces of tensor {name} have impossible sizes")
-        pieces = length * number
         if ((number > 1) & (stride < length)).any() or (start + (number - 1) * stride + length > tensor.numel).any():
             raise self._damaged(f"a piece of tensor {name} is outside its shape {tensor.shape}")
         if pieces.sum() != tensor.numel:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ndtrain.config import ConfigError
-from ndtrain.config.store import StorePath, folder_at, in_store
+from ndtrain.config.store import folder_at, in_store
 from ndtrain.device.heartbeat import DEAD_S, Heartbeat, Silence, beat_of, release_beat, set_beat
 from ndtrain.device.process_owner import Owner, read_owner
 
@@ -295,7 +295,7 @@ def _create(file: Path, owner: Owner) -> bool:
     """Create an owner file with its content in one step. Return False if the file already exists for another owner."""
     text = json.dumps(asdict(owner), indent=1) + "\n"
     if in_store(file):
-        return _create_in_store(cast(StorePath, cast(Any, file)), owner, text.encode())
+        return _create_in_store(file, owner, text.encode())
     part = file.with_name(f".{owner.token}")
     try:
         part.write_text(text)
@@ -313,15 +313,15 @@ def _create(file: Path, owner: Owner) -> bool:
             part.unlink()
 
 
-def _create_in_store(file: StorePath, owner: Owner, content: bytes) -> bool:
+def _create_in_store(file: Path, owner: Owner, content: bytes) -> bool:
     try:
-        created = file.create(content)
+        created = cast(Any, file).create(content)
     except OSError:  # an older store: of several runs, the last one wins. The others notice it before they publish
         if file.exists():
             return False
         file.write_bytes(content)
         created = True
-    return created or read_owner(cast(Path, cast(Any, file))) == owner  # the request was repeated after a lost answer
+    return created or read_owner(file) == owner  # the request was repeated after a lost answer
 
 
 def _create_without_links(file: Path, text: str) -> bool:
