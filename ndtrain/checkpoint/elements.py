@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ from ndtrain.checkpoint.safetensors_reader import Reader
 from ndtrain.config import ConfigError, ModelConfig
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
-from ndtrain.mesh.sharding import even_split
-from ndtrain.model import tensor_shapes
-from ndtrain.model.transformer import bias_names
+from ndtrain.mesh.sharding import TensorLayout, Tensors, even_split
+from ndtrain.model import params, tensor_shapes
+from ndtrain.model.transformer import bias_names, hidden_matrices
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.unit import StatePlan, Unit
@@ -70,19 +70,29 @@ class State:
 
 
 class Part(NamedTuple):
-    """One kind of tensor in a checkpoint. Every parameter has one tensor of each kind.
+    """One kind of tensor in a checkpoint. Each of some parameters has one tensor of this kind.
 
     Attributes:
         prefix: prefix of the tensors' names: `exp_avg.` in `exp_avg.<parameter>`.
         buffer: the name of the unit's buffer that holds it, as `Unit.buffer` takes it.
         dtype: its dtype in the files.
-        spec: the spec of optimizer state that is kept for unsharded tensors, else None.
+        spec: the spec of optimizer state that the owners of whole tensors hold, else None.
+        tensors: the parameters that have one.
     """
 
     prefix: str
     buffer: str
     dtype: torch.dtype
     spec: StateSpec | None = None
+    tensors: Tensors = Tensors.ALL
+
+    def shape_of(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor of a parameter."""
+        return self.spec.shape_of(parameter) if self.spec else parameter
+
+    def of(self, layouts: Iterable[TensorLayout]) -> Iterator[TensorLayout]:
+        """Yield the layouts of the parameters that have such a tensor."""
+        return (t for t in layouts if self.tensors.has(t.hidden))
 
 
 Parts = dict[str, tuple[Part, ...]]  # file stem -> what the files hold
@@ -90,8 +100,8 @@ Parts = dict[str, tuple[Part, ...]]  # file stem -> what the files hold
 
 def parts_of(plan: StatePlan) -> Parts:
     """Return the kinds of tensors that are saved, as the plan and the optimizer declare them."""
-    whole = lambda s: None if plan.sharded_spec else s
-    state = [Part(f"{s.name}.", s.name, s.dtype or plan.master, whole(s)) for s in plan.spec]
+    whole = lambda s: None if s.shape is None else s
+    state = [Part(f"{s.name}.", s.name, s.dtype or plan.master, whole(s), s.tensors) for s in plan.spec]
     state += [Part(*copy, plan.master) for copy in (*[AVERAGE] * plan.ema, *OUTER * plan.outer)]
     return {"model": (model_part(plan),), "optimizer": tuple(state)}
 
@@ -103,9 +113,9 @@ def model_part(plan: StatePlan) -> Part:
 
 def checkpoint_bytes(m: ModelConfig, plan: StatePlan) -> int:
     """Return the bytes of one checkpoint: weights, copies of them and the optimizer's state."""
-    shapes = tensor_shapes(m).values()
+    shapes, hidden = tensor_shapes(m), hidden_matrices(m, params(m).values())
     parts = [part for of_stem in parts_of(plan).values() for part in of_stem]
-    numel = lambda part: sum(math.prod(part.spec.shape_of(s) if part.spec else s) for s in shapes)
+    numel = lambda part: sum(math.prod(part.shape_of(s)) for n, s in shapes.items() if part.tensors.has(n in hidden))
     biases = len(bias_names(m)) * (m.num_experts or 0) * BIAS.itemsize
     return sum(numel(part) * part.dtype.itemsize for part in parts) + biases
 
@@ -148,12 +158,12 @@ def slices_of(stages: Stages, part: Part, owned_only: bool) -> Iterator[ShardSli
     """Yield the elements of a part that this rank holds, or with `owned_only` the elements that it writes."""
     if part.spec is None:
         for unit, tensor, at, rows in shard_rows(stages, owned_only):
-            yield ShardSlice(tensor, unit.buffer(part.buffer)[at : at + rows.numel], rows)
+            if part.tensors.has(stages.layouts[tensor].hidden):
+                yield ShardSlice(tensor, unit.part(part.buffer, at, rows.numel), rows)
         return
-    for t in stages.units.whole_tensors.tensors:
+    for t in stages.units.owners.owned if stages.units.owners is not None else ():
         state = t.state.get(part.buffer)
-        writes = t.replica == 0 and stages.layouts[t.name].pp_replica == 0
-        if state is not None and state.numel() and (writes or not owned_only):
+        if state is not None and state.numel() and (stages.layouts[t.name].pp_replica == 0 or not owned_only):
             yield ShardSlice(t.name, state.view(-1), Rows(0, state.numel()))
 
 
@@ -178,11 +188,10 @@ def shard_rows(stages: Stages, owned_only: bool) -> Iterator[tuple[Unit, str, in
 def described_of(stages: Stages) -> dict[str, Described]:
     """Return the tensors of a checkpoint, by stem of their files: name -> shape, dtype. They are the same on every
     mesh."""
-    shapes = {name: stages.layouts[name].shape for name in stages.layouts.names()}
+    layouts = [stages.layouts[name] for name in stages.layouts.names()]
     described: dict[str, Described] = {}
     for stem, parts in parts_of(stages.units.plan).items():
-        shape_of = lambda part, shape: part.spec.shape_of(shape) if part.spec else shape
-        of_stem = {p.prefix + name: (shape_of(p, shape), p.dtype) for p in parts for name, shape in shapes.items()}
+        of_stem = {p.prefix + t.name: (p.shape_of(t.shape), p.dtype) for p in parts for t in p.of(layouts)}
         of_stem |= {name: (tuple(b.shape), BIAS) for name, b in biases_of(stages, stem).items()}
         if of_stem:
             described[stem] = of_stem
@@ -279,8 +288,7 @@ def _wanted(
         for held in slices_of(stages, part, owned_only=False):
             if held.tensor in left:
                 continue
-            name, shape = part.prefix + held.tensor, stages.layouts[held.tensor].shape
-            expected = part.spec.shape_of(shape) if part.spec else shape
+            name, expected = part.prefix + held.tensor, part.shape_of(stages.layouts[held.tensor].shape)
             if name not in reader:
                 raise DamagedFile(f"tensor {name} is missing from the {part.prefix or 'model'} files")
             if reader.shape(name) != expected:

@@ -42,16 +42,14 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
     no_average, no_outer = plan.ema and not contains(AVERAGE), plan.outer and not all(map(contains, OUTER))
     parts = parts_of(replace(plan, ema=plan.ema and not no_average, outer=plan.outer and not no_outer))
     sums = _read(path, stages, mesh, parts, list(written))
-    tensors = {
-        p.prefix + n: (p, stages.layouts[n]) for n in stages.layouts.names() for ps in parts.values() for p in ps
-    }
+    layouts = [stages.layouts[n] for n in stages.layouts.names()]
+    tensors = {p.prefix + t.name: (p, t) for ps in parts.values() for p in ps for t in p.of(layouts)}
     # Each element was read, and added to the sums, several times: by each rank that holds its shard, by each tp
-    # replica, and by each stage that holds the tensor.
-    tp_replicas = lambda part, layout: 1 if part.spec else layout.tp_replicas
-    readers_of = {
-        name: stages.layouts.groups(layout.name).replicas * tp_replicas(part, layout) * layout.pp_replicas
-        for name, (part, layout) in tensors.items()
-    } | {name: mesh.spec.world_size for stem in parts for name in biases_of(stages, stem)}
+    # replica, and by each stage that holds the tensor. State of a whole tensor has one owner on a stage.
+    on_stage = lambda part, t: 1 if part.spec else stages.layouts.groups(t.name).replicas * t.tp_replicas
+    readers_of = {name: on_stage(part, layout) * layout.pp_replicas for name, (part, layout) in tensors.items()} | {
+        name: mesh.spec.world_size for stem in parts for name in biases_of(stages, stem)
+    }
     for (name, words), got in zip(written.items(), sums.tolist(), strict=True):
         if name not in readers_of:
             continue

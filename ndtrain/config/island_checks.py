@@ -38,9 +38,9 @@ def check_islands(cfg: Config) -> None:
             "moe.balance=hf needs the loads of all islands before a step: choose moe.balance=bias, sequence or none",
         )
         require(
-            not registry.get("optimizer", cfg.optim.name).whole_tensors,
-            f"optim={cfg.optim.name} keeps whole tensors, which a new island cannot read yet: choose optim=adamw, or "
-            "islands.sync=diloco",
+            all(s.shape is None for s in registry.get("optimizer", cfg.optim.name).state_spec(cfg.optim)),
+            f"optim={cfg.optim.name} has state of whole tensors, which a new island cannot read yet: choose "
+            "optim=adamw, or islands.sync=diloco",
         )
     require(
         not getattr(cfg.data, "streaming", False),

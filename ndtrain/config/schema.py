@@ -347,6 +347,15 @@ class OptimConfig(Section):
     # dtype of the moments: fp32 | bf16 (rounded stochastically); null: as precision.params
     state_dtype: str | None = None
     offload: bool = False  # master weights and moments in host memory; the update then runs on the CPU
+    momentum: float = at_least(0, 0.95)  # muon: decay rate of the (Nesterov) momentum of hidden matrices
+    ns: str = choice("classic", "classic", "polar_express", "gram")  # muon: kind of Newton-Schulz iteration
+    ns_steps: int = at_least(1, 5)  # muon: number of steps of the iteration
+    # muon: dtype of the iteration, in which momentum and update are also sent to the owners of matrices and back
+    ns_dtype: str = choice("bf16", "bf16", "fp32", "fp64")
+    # muon: factor of the update of an A x B matrix. match_rms_adamw: 0.2 sqrt(max(A, B)), which makes it as large as
+    # AdamW's; original: sqrt(max(1, A / B))
+    adjust: str = choice("match_rms_adamw", "match_rms_adamw", "original")
+    adamw_lr: float | None = positive(None, optional=True)  # muon: peak learning rate of other tensors; null: optim.lr
 
 
 # sources whose files hold token ids

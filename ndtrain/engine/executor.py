@@ -87,7 +87,8 @@ class Executor:
         units = stages.units
         facts = {name: UnitFacts.of(unit.layout, units.plan) for name, unit in units.units.items()}
         in_place = any(reduces_in_place(unit.grad) for unit in units.units.values())
-        self.holdings = Holdings(layers, facts, recompute_groups, in_place, experts, offers).joined()
+        rounds = len(units.owners.rounds) if units.owners is not None else 0
+        self.holdings = Holdings(layers, facts, recompute_groups, in_place, experts, offers, rounds).joined()
         self.layers, self.units, self.pipeline = self.holdings.layers, units, pipeline
         self.saved_ops, self.balance, self.capacity = stages.saved_ops, stages.balance, stages.capacity
         self.timings: list[ActionTiming] | None = None
@@ -203,6 +204,14 @@ class Executor:
                 units.sum_tied(op.unit)
             case ops.Offer() if self.capacity is None or not self.capacity.exceeded:  # else the step is repeated
                 units.offer(op.unit)
+            case ops.GatherWhole():
+                units.owners.gather(op.round)
+            case ops.AwaitWhole():
+                units.owners.await_gather(op.round)
+            case ops.ScatterWhole():
+                units.owners.scatter(op.round)
+            case ops.AwaitScatter():
+                units.owners.await_scatter(op.round)
             case ops.FinishSends():
                 self.pipeline.finish()
             case ops.CountTokens():

@@ -14,7 +14,7 @@ from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.model.flops import parameter_count
 from ndtrain.parallel.build import state_plan
 from ndtrain.parallel.distribution import Distribution
-from ndtrain.parallel.unit import StatePlan, state_bytes
+from ndtrain.parallel.unit import StatePlan, hidden_in_shard, state_bytes
 
 
 def require_memory(cfg: Config, device: torch.device, local_ranks: Iterable[int]) -> None:
@@ -44,7 +44,7 @@ def require_memory(cfg: Config, device: torch.device, local_ranks: Iterable[int]
 def least_bytes(cfg: Config, rank: int) -> tuple[int, int]:
     """Return the minimum bytes that a rank needs on its device, and in host memory with `optim.offload`."""
     layouts, plan = list(Distribution.of(cfg).layouts(rank).flat().values()), state_plan(cfg)
-    held = [state_bytes(plan, layout.groups.shards, layout.numel) for layout in layouts]
+    held = [state_bytes(plan, layout.groups.shards, layout.numel, hidden_in_shard(layout)) for layout in layouts]
     gathered = [layout.numel for layout in layouts if plan.zero == 3 and layout.groups.shards > 1]
     one_unit = max(gathered, default=0) * (plan.compute.itemsize + plan.master.itemsize)
     return sum(h.on_device for h in held) + one_unit, sum(h.on_host for h in held)

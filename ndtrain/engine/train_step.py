@@ -169,8 +169,12 @@ class TrainingStep:
             match op:
                 case ops.GatherStats():
                     stats = self.optimizer.reduce_stats(loss)
+                case ops.Prepare():
+                    self.optimizer.begin(step, lr, stats)
+                case ops.ComputeWhole():
+                    self.optimizer.compute(op.round)
                 case ops.Update():
-                    self.optimizer.step(step, lr, stats)
+                    self.optimizer.finish()
                     self.stages.units.weights_changed(published=True)
                 case ops.UpdateBiases():
                     self.stages.balance.update(stats.finite)

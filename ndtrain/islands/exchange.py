@@ -53,7 +53,7 @@ class Exchange:
         self.stages, self.encoding, self._rank, self._count = stages, encoding, rank, numbers
         self._units = stages.units.units
         plan = stages.units.plan
-        state = {"master": plan.master} | {s.name: s.dtype or plan.master for s in plan.spec if plan.sharded_spec}
+        state = {"master": plan.master} | {s.name: s.dtype or plan.master for s in plan.sharded}
         copies = [*["ema"] * plan.ema, *["outer", "outer_momentum"] * plan.outer]
         buffers = {
             GRAD: {"grad": encoding.dtype},
@@ -254,7 +254,8 @@ class Exchange:
                 numbers.copy_(_read_raw(arrived[source]["master"], self._count, torch.float64))
                 continue
             for buffer, data in arrived[source].items():
-                self._units[name].buffer(buffer).copy_(data)
+                unit = self._units[name]
+                unit.buffer(buffer).copy_(data[unit.held.get(buffer, slice(None))])
         self.stages.units.weights_changed()
         return numbers
 
@@ -269,7 +270,12 @@ class Exchange:
 
 
 def _on_host(unit: Unit, buffer: str, copied: bool) -> Tensor:
-    x = unit.buffer(buffer).detach()
+    """Return a buffer in the length of the shard, with zeros for elements that it does not have."""
+    x, held = unit.buffer(buffer).detach(), unit.held.get(buffer, slice(None))
+    if x.numel() < unit.master.numel():
+        padded = torch.zeros(unit.master.numel(), dtype=x.dtype)
+        padded[held] = x
+        return padded
     return x.cpu() if x.device.type != "cpu" or not copied else x.clone()
 
 

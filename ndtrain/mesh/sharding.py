@@ -12,8 +12,9 @@ replica owns the shard: it alone counts the shard in a norm and writes it to a c
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, TypeVar
 
 from ndtrain.config import DATA_AXES, ConfigError
@@ -66,6 +67,7 @@ class TensorLayout:
         tp_replica: index of this rank among them.
         pp_replicas: number of pp coords that hold the tensor.
         pp_replica: index of this rank's coord among them.
+        hidden: True for a hidden matrix: one that a block multiplies by, except a router.
     """
 
     name: str
@@ -77,6 +79,7 @@ class TensorLayout:
     tp_replica: int = 0
     pp_replicas: int = 1
     pp_replica: int = 0
+    hidden: bool = False
 
     @property
     def owned(self) -> bool:
@@ -175,6 +178,7 @@ class Layouts:
             tokens to the experts. An expert's gradient is therefore partial only over the factors of the axes that ep
             leaves over.
         units: name -> the unit whose flat buffer holds the tensor.
+        hidden: the names of the hidden matrices.
 
     Raises:
         ConfigError: a rule names a dim that no tensor has, or an axis other than tp; or tp does not divide a dim.
@@ -190,8 +194,9 @@ class Layouts:
         pp_coords: Mapping[str, Sequence[int]] | None = None,
         ep_coords: Mapping[str, int] | None = None,
         units: Mapping[str, str] | None = None,
+        hidden: Collection[str] = (),
     ):
-        self.units = units or {}
+        self.units, self._hidden = units or {}, frozenset(hidden)
         self.mesh, self.rank, self.rules, self.token_axes = mesh, rank, rules, frozenset(token_axes)
         self.pp_coords, self.ep_coords = pp_coords or {}, ep_coords or {}
         # computed once: a model with experts has tens of thousands of tensors, and each one reads them
@@ -285,9 +290,8 @@ class Layouts:
         if len(pp_coords) > 1:  # each stage has the gradient of its own use of the tensor
             partial |= {STAGE_AXIS}
         pp_replica = pp_coords.index(here) if here in pp_coords else 0
-        return TensorLayout(
-            name, dims, tuple(shard), partial, shard_dim, tp_replicas, index % tp_replicas, len(pp_coords), pp_replica
-        )
+        tp, pp, hidden = (tp_replicas, index % tp_replicas), (len(pp_coords), pp_replica), name in self._hidden
+        return TensorLayout(name, dims, tuple(shard), partial, shard_dim, *tp, *pp, hidden)
 
     def _axis(self, dim: Dim) -> str | None:
         """Return the mesh axis that shards a dim, or None."""
@@ -317,39 +321,55 @@ class Layouts:
         return start * dim.width, (stop - start) * dim.width
 
 
+class Tensors(Enum):
+    """A set of tensors that an optimizer updates alike."""
+
+    ALL = "all tensors"
+    HIDDEN = "hidden matrices"
+    OTHER = "all tensors but hidden matrices"
+
+    def has(self, hidden: bool) -> bool:
+        """Return True if a tensor that is a hidden matrix, or is none, belongs to the set."""
+        return self is Tensors.ALL or hidden == (self is Tensors.HIDDEN)
+
+
 @dataclass(frozen=True)
 class FlatLayout:
     """The flat buffer of one unit: the concatenation of its local shards. It is padded so that the size of each of its
     `groups.shards` parts is a multiple of `ALIGNED`.
 
-    Matrices come before vectors, so that all tensors with weight decay are one slice. Within each kind, sharded tensors
-    come before replicated ones.
+    Hidden matrices come first, then the other matrices, then vectors. Tensors with weight decay are therefore one
+    slice, and so are tensors with the same kinds of optimizer state. Within each kind, sharded tensors come before
+    replicated ones.
 
     Attributes:
         tensors: in the order of the buffer.
         groups: the ranks that the buffer is split over.
         offsets: name -> first element in the flat buffer.
-        matrix_numel: number of elements that belong to matrices; they come first.
+        hidden_numel: number of elements that belong to hidden matrices; they come first.
+        matrix_numel: number of elements that belong to matrices, which come before vectors.
         numel: number of elements, padding included.
     """
 
     tensors: tuple[TensorLayout, ...]
     groups: UnitGroups
     offsets: dict[str, int]
+    hidden_numel: int
     matrix_numel: int
     numel: int
 
     @classmethod
     def of(cls, tensors: Iterable[TensorLayout], groups: UnitGroups) -> "FlatLayout":
         # sorted() is stable: model order among equals
-        ordered = tuple(sorted(tensors, key=lambda t: (len(t.dims) < 2, t.tp_replicas)))
+        ordered = tuple(sorted(tensors, key=lambda t: (not t.hidden, len(t.dims) < 2, t.tp_replicas)))
         offsets, at = {}, 0
         for t in ordered:
             offsets[t.name] = at
             at += t.local_numel
+        of_hidden = sum(t.local_numel for t in ordered if t.hidden)
         of_matrices = sum(t.local_numel for t in ordered if len(t.dims) >= 2)
         whole = groups.shards * ALIGNED
-        return cls(ordered, groups, offsets, of_matrices, -(-at // whole) * whole)
+        return cls(ordered, groups, offsets, of_hidden, of_matrices, -(-at // whole) * whole)
 
     @property
     def own(self) -> tuple[int, int]:
@@ -359,6 +379,15 @@ class FlatLayout:
     def bounds(self, part: int) -> tuple[int, int]:
         """Return [start, stop) of part `part` of the flat buffer."""
         return even_split(self.numel, self.groups.shards, part)
+
+    def own_of(self, tensors: Tensors) -> tuple[int, int]:
+        """The bounds of the elements of this rank's part that belong to these tensors. Padding belongs to OTHER."""
+        first, last = (0, self.hidden_numel) if tensors is Tensors.HIDDEN else (0, self.numel)
+        if tensors is Tensors.OTHER:
+            first = self.hidden_numel
+        start, stop = self.own
+        begin = min(max(start, first), stop)
+        return begin, max(begin, min(stop, last))
 
     def can_fuse(self, names: Sequence[str]) -> bool:
         """Return True if these matrices are adjacent in the buffer, in this order, and sharded alike. They are then the

@@ -15,7 +15,7 @@ from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.model.block import dim_elements
 from ndtrain.model.families import family_of
-from ndtrain.model.transformer import block_ops, block_params, kinds
+from ndtrain.model.transformer import block_ops, block_params, hidden_matrices, kinds
 
 # ----------------------------------------------------------------------------------------------------- parameters
 
@@ -41,6 +41,17 @@ def expert_parameters(m: ModelConfig) -> int:
     sizes = dim_elements(m)
     of_experts = lambda i: (p.dims for p in block_params(m, i) if p.expert is not None)
     return over_layers(m, lambda i: sum(math.prod(sizes[d] for d in dims) for dims in of_experts(i)))
+
+
+def hidden_parameters(m: ModelConfig) -> int:
+    """Return the number of parameters of all hidden matrices, including those of experts."""
+
+    def of_block(i: int) -> int:
+        table, sizes = block_params(m, i), dim_elements(m)
+        hidden = hidden_matrices(m, table)
+        return sum(math.prod(sizes[d] for d in p.dims) for p in table if p.name in hidden)
+
+    return over_layers(m, of_block)
 
 
 def over_layers(m: ModelConfig, of_block: Callable[[int], int]) -> int:

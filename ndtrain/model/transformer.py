@@ -10,7 +10,7 @@ Shape legend: B batch, T time, N tokens of the residual stream, E hidden_size, V
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,6 +132,16 @@ def params(m: ModelConfig) -> dict[str, Param]:
     if not m.tie_word_embeddings:
         table.append(Param(f"{HEAD}.weight", ("vocab", "embed"), HEAD))
     return {p.name: p for p in table}
+
+
+def hidden_matrices(m: ModelConfig, table: Iterable[Param]) -> frozenset[str]:
+    """Return the names of the hidden matrices among the parameters of a model.
+
+    These are the weights of all ops of blocks. Routers, which compute in fp32, and matrices of one row, which give one
+    number per token, are left out."""
+    wide, sizes = {op.name for op in all_ops(m) if op.wide}, dim_elements(m)
+    multiplied = (p for p in table if p.op is not None and p.op not in wide)
+    return frozenset(p.name for p in multiplied if min(sizes[d] for d in p.dims) > 1)
 
 
 def tensor_dims(m: ModelConfig) -> dict[str, Dims]:

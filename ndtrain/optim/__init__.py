@@ -2,15 +2,28 @@
 
 from ndtrain.optim.adamw import AdamW
 from ndtrain.optim.lr_schedule import learning_rate
-from ndtrain.optim.optimizer import Optimizer, OptimTensor, PerTensorOptimizer, StateSpec, TensorSlice, Update
+from ndtrain.optim.muon import Muon
+from ndtrain.optim.optimizer import (
+    Optimizer,
+    OptimTensor,
+    PerTensorOptimizer,
+    StateSpec,
+    TensorSlice,
+    Update,
+    WholeTensorOptimizer,
+    WholeTensors,
+)
 
 __all__ = [
     "AdamW",
+    "Muon",
     "OptimTensor",
     "Optimizer",
     "PerTensorOptimizer",
     "StateSpec",
     "TensorSlice",
     "Update",
+    "WholeTensorOptimizer",
+    "WholeTensors",
     "learning_rate",
 ]

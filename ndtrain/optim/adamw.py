@@ -12,7 +12,8 @@ from ndtrain.optim.optimizer import Optimizer, OptimTensor, StateSpec, Update
 from ndtrain.optim.rounded_adamw import RoundedAdamW
 from ndtrain.plugins import register_optimizer
 
-_STATE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+# optim.state_dtype -> dtype of optimizer state; None: the dtype of the master weights
+STATE_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @register_optimizer("adamw")
@@ -21,7 +22,7 @@ class AdamW(Optimizer):
 
     @classmethod
     def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:
-        dtype = _STATE_DTYPES[cfg.state_dtype]
+        dtype = STATE_DTYPES[cfg.state_dtype]
         return StateSpec("exp_avg", dtype), StateSpec("exp_avg_sq", dtype)
 
     def __init__(self, cfg: OptimConfig):

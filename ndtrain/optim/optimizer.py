@@ -1,10 +1,11 @@
 """The interface of an optimizer: the state that it declares, and one update of some tensors.
 
-`parallel/sharded_optimizer.py` chooses these tensors. An optimizer that works element by element gets slices of the
-flat buffers. An optimizer that needs whole tensors (`whole_tensors`) gets each tensor on one rank, which keeps its
-state.
+`parallel/sharded_optimizer.py` chooses these tensors. An optimizer gets slices of the flat buffers and works on them
+element by element. An optimizer that needs whole tensors (`WholeTensorOptimizer`) also gets each whole gradient on one
+rank, which owns the tensor.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,27 +15,29 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import OptimConfig
-from ndtrain.mesh.sharding import TensorLayout
+from ndtrain.mesh.sharding import TensorLayout, Tensors
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One kind of optimizer state. Each parameter has one state tensor of this kind.
+    """One kind of optimizer state. Each of the parameters that have it has one state tensor of this kind.
 
     Sharding, offload, checkpoints and memory formulas read the spec.
 
     Attributes:
         name: its prefix in checkpoints: `exp_avg.<parameter>`.
         dtype: its dtype; None: the dtype of the master weights.
-        shape: maps the parameter's shape to the shape of the state; None: the parameter's own shape, sharded like it.
-            Only an optimizer of whole tensors may have another shape.
+        shape: maps the parameter's shape to the shape of the state. None: the parameter's own shape; the state is then
+            sharded like the parameter. State of another shape is held by the rank that owns the whole tensor.
+        tensors: the parameters that have this state.
     """
 
     name: str
     dtype: torch.dtype | None = None
     shape: Callable[[Shape], Shape] | None = None
+    tensors: Tensors = Tensors.ALL
 
     def shape_of(self, parameter: Shape) -> Shape:
         return parameter if self.shape is None else self.shape(parameter)
@@ -62,13 +65,13 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OptimTensor:
-    """One tensor of an update: a slice of a flat buffer [n], or a whole tensor in its shape.
+    """The elements of an update: a slice of a flat buffer [n].
 
     Attributes:
         weight, grad: of one shape, in master precision; `weight` is changed in place, `grad` may be.
         state: name -> state tensor, changed in place.
         weight_decay: 0 for vectors.
-        slices: the tensors that the elements belong to; padding belongs to none. Empty for a whole tensor.
+        slices: the tensors that the elements belong to; padding belongs to none.
         lr_mult: the factor of the learning rate.
     """
 
@@ -78,6 +81,25 @@ class OptimTensor:
     weight_decay: float
     slices: tuple[TensorSlice, ...] = ()
     lr_mult: float = 1.0
+
+    @property
+    def hidden(self) -> bool:
+        """True if the elements belong to hidden matrices."""
+        return bool(self.slices) and self.slices[0].tensor.hidden
+
+
+class WholeTensors(NamedTuple):
+    """Tensors of one shape, whole on the rank that owns them.
+
+    Attributes:
+        names: of the tensors.
+        grads: what `prepare` has left in their gradients [k, *shape], in the dtype of `WholeTensorOptimizer.sent`.
+        state: name -> states of another shape than the tensors' [k, *shape of the state].
+    """
+
+    names: tuple[str, ...]
+    grads: Tensor
+    state: dict[str, Tensor]
 
 
 class Update(NamedTuple):
@@ -99,13 +121,7 @@ class Update(NamedTuple):
 
 
 class Optimizer(ABC):
-    """The base class of optimizers. One instance updates the same tensors in every step.
-
-    Attributes:
-        whole_tensors: True if the optimizer needs each tensor whole.
-    """
-
-    whole_tensors = False
+    """The base class of optimizers. One instance updates the same tensors in every step."""
 
     def __init__(self, cfg: OptimConfig):
         self.cfg = cfg
@@ -113,7 +129,12 @@ class Optimizer(ABC):
     @classmethod
     @abstractmethod
     def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:
-        """Return the kinds of state of each parameter. The state begins as zeros."""
+        """Return the kinds of state of the parameters. The state begins as zeros."""
+
+    @classmethod
+    def kind_of(cls, tensor: TensorLayout) -> Tensors:
+        """Return the tensors that are updated like this one. A slice of an update has tensors of one kind."""
+        return Tensors.ALL
 
     @abstractmethod
     def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:
@@ -140,3 +161,56 @@ class PerTensorOptimizer(Optimizer):
             lr: the tensor's learning rate, including `lr_mult`.
             step: the number of updates, including this one.
         """
+
+
+class WholeTensorOptimizer(Optimizer):
+    """An optimizer that computes the update of some tensors from their whole gradients.
+
+    A step has three parts. `prepare` works on slices, and leaves in their gradients what the owners of the tensors
+    need. `direction` computes the direction of the update on the rank that owns a tensor. `step` gets slices again: the
+    gradients of whole tensors are now elements of their directions.
+
+    Attributes:
+        whole: the tensors that are needed whole.
+    """
+
+    whole = Tensors.ALL
+
+    @classmethod
+    def sent(cls, cfg: OptimConfig, master: torch.dtype) -> torch.dtype:
+        """Return the dtype of gradients and directions on the way to the owners and back.
+
+        Args:
+            master: the dtype of the master weights.
+        """
+        return master
+
+    @classmethod
+    def flops(cls, cfg: OptimConfig, shape: Shape) -> float:
+        """Return the FLOPs of a direction. Tensors are distributed over owners so that all have about as many."""
+        return float(math.prod(shape))
+
+    def prepare(self, tensors: Sequence[OptimTensor], update: Update) -> None:
+        """Prepare the gradients of whole tensors: here, divide them by `update.grad_scale`."""
+        if update.grad_scale is not None:
+            for tensor in tensors:
+                tensor.grad.div_(update.grad_scale.to(tensor.grad.dtype))
+
+    @abstractmethod
+    def direction(self, whole: WholeTensors, update: Update) -> Tensor:
+        """Return the directions [k, *shape] of tensors of one shape. Change `whole.state` in place, unless
+        `update.found_inf` is 1."""
+
+    def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:
+        """Decay the weights and subtract the directions times the learning rate. If `update.found_inf` is 1, change
+        nothing."""
+        for t in tensors:
+            decay_weight(t, update)
+            t.weight.add_(t.grad.masked_fill_(update.found_inf.bool(), 0), alpha=-update.lr * t.lr_mult)
+
+
+def decay_weight(t: OptimTensor, update: Update) -> None:
+    """Multiply the weights by 1 - lr * weight decay, unless `update.found_inf` is 1."""
+    if t.weight_decay:
+        made = 1 - update.found_inf.double()
+        t.weight.mul_((1 - made * (update.lr * t.lr_mult * t.weight_decay)).to(t.weight.dtype))

@@ -119,6 +119,16 @@ def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:
     return x.view(torch.int32).add(bits).bitwise_and_(~_LOW).view(torch.float32)
 
 
+def rounded(x: Tensor, piece: TensorSlice, step: int) -> Tensor:
+    """Round the elements of a slice stochastically, fp32 [n] -> bf16 [n]."""
+    place = Place.of(piece, piece.at.start)
+    position = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
+    scalars = [torch.tensor(value, dtype=torch.int32, device=x.device) for value in place[1:]]
+    index = element_index(position, scalars[0], scalars[1:] if place.jump else ())
+    upper, _ = halves(draw(index, *keys(piece.tensor.name, step)))
+    return round_to_bf16(x, upper).bfloat16()
+
+
 def _shifted(x: Tensor, by: int) -> Tensor:
     """Return the logical shift x >> by, with zeros shifted in."""
     return (x >> by).bitwise_and_((1 << (32 - by)) - 1)

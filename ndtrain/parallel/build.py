@@ -16,9 +16,9 @@ from ndtrain.config.schema import DILOCO, PrecisionConfig
 from ndtrain.device.gpu import use_gpu
 from ndtrain.device.kind import kind_of
 from ndtrain.mesh.host_device import host_threads, using_threads
-from ndtrain.mesh.mesh import EP, Mesh
+from ndtrain.mesh.mesh import EP, Mesh, MeshSpec
 from ndtrain.mesh.sequence_sharding import SequenceSharding
-from ndtrain.mesh.sharding import TENSOR_AXIS, Layouts, TensorLayout
+from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, Layouts, TensorLayout
 from ndtrain.model import Context, Ops, Transformer, params
 from ndtrain.model.attention.core import attend, local_core
 from ndtrain.model.families import family_of
@@ -27,6 +27,7 @@ from ndtrain.model.moe.exchange import Exchange
 from ndtrain.model.objective import Objective, make_objective
 from ndtrain.model.spec import CORE, Param
 from ndtrain.model.transformer import EMBED, all_ops, fused_names
+from ndtrain.optim import WholeTensorOptimizer
 from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.compile_choice import choose_compile
 from ndtrain.parallel.cp import cp_core
@@ -50,6 +51,7 @@ from ndtrain.parallel.linear.embedding_and_head import embedding, head_loss
 from ndtrain.parallel.linear.fp8 import FP8_MATMUL, check_shapes, multiplies_fp8, prepare_compile
 from ndtrain.parallel.linear.matmul import PLAIN_MATMUL, MatmulImpl
 from ndtrain.parallel.linear.ops import LinearOps
+from ndtrain.parallel.owners import Round, holder_axes, plan_rounds
 from ndtrain.parallel.recompute import (
     RecomputeOps,
     RecomputePlan,
@@ -62,33 +64,39 @@ from ndtrain.parallel.recompute_budget import Choice, choose, typical_batch
 from ndtrain.parallel.stages import Stages
 from ndtrain.parallel.tp import TensorParallel
 from ndtrain.parallel.unit import StatePlan, shard_groups
-from ndtrain.parallel.whole_tensors import WholeTensors
+from ndtrain.parallel.whole_tensors import OwnerRounds
 
 # dtypes of weights and activations; with fp8 only the factors of matmuls are narrower
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def state_plan(cfg: Config) -> StatePlan:
-    """Return which state a rank of this resolved configuration keeps, and in which precision.
-
-    Raises:
-        ConfigError: the optimizer needs whole tensors, and `optim.offload` is set.
-    """
-    optimizer = get("optimizer", cfg.optim.name)
-    if optimizer.whole_tensors and cfg.optim.offload:
-        raise ConfigError(
-            f"optim.offload=true: optim={cfg.optim.name} updates unsharded tensors on the device: set it to false"
-        )
+    """Return which state a rank of this resolved configuration keeps, and in which precision."""
+    optimizer, master = get("optimizer", cfg.optim.name), DTYPES[cfg.precision.params]
+    of_whole = issubclass(optimizer, WholeTensorOptimizer)
     return StatePlan(
         zero=cfg.mesh.zero,
         compute=DTYPES[cfg.precision.compute],
-        master=DTYPES[cfg.precision.params],
+        master=master,
         spec=optimizer.state_spec(cfg.optim),
-        sharded_spec=not optimizer.whole_tensors,
+        whole=optimizer.whole if of_whole else None,
+        sent=optimizer.sent(cfg.optim, master) if of_whole else master,
         ema=cfg.optim.ema is not None,
         outer=cfg.islands.count > 0 and cfg.islands.sync == DILOCO,
         offload=cfg.optim.offload,
     )
+
+
+def owner_rounds(cfg: OptimConfig, spec: MeshSpec, rank: int, layouts: Mapping[str, FlatLayout]) -> list[Round]:
+    """Return the rounds in which the owners of a rank's whole tensors work. Without such tensors there are none.
+
+    Args:
+        layouts: the rank's units.
+    """
+    optimizer = get("optimizer", cfg.name)
+    if not issubclass(optimizer, WholeTensorOptimizer):
+        return []
+    return plan_rounds(spec, rank, layouts, optimizer.whole, lambda shape: optimizer.flops(cfg, shape))
 
 
 def _make_process_groups(layouts: Layouts, mesh: Mesh, plan: StatePlan) -> None:
@@ -96,8 +104,8 @@ def _make_process_groups(layouts: Layouts, mesh: Mesh, plan: StatePlan) -> None:
     for groups in dict.fromkeys(layouts.groups(name) for name in layouts.names()):
         shard_groups(plan, mesh, groups)
         mesh.group(*groups.replica_axes)
-        if not plan.sharded_spec:  # the groups of `WholeTensors`
-            mesh.group(*groups.shard_axes, TENSOR_AXIS)
+        if plan.whole is not None:
+            mesh.group(*holder_axes(groups))
 
 
 def weights_only(zero: int, precision: PrecisionConfig) -> StatePlan:
@@ -179,6 +187,9 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None, imbalan
     _make_process_groups(layouts, mesh, plan)
     parts = cfg.moe.parts if cfg.moe.overlap else 1
     units = _units(distribution, mesh, plan, layouts, names, graphs, parts)
+    if rounds := owner_rounds(cfg.optim, mesh.spec, mesh.rank, layouts.flat(names)) if trains else []:
+        of_rank = lambda rank: distribution.layouts(rank).flat(names)
+        units.owners = OwnerRounds(mesh, plan, rounds, of_rank, {name: u.grad for name, u in units.units.items()})
     balance = Balance(m, cfg.moe, shapes, cfg.train.global_batch * shapes.seq_len, mesh)
     matmul, objective = _matmul_impl(cfg.precision.compute, mesh, compiled), make_objective(cfg.objective, compiled)
     weights = _weights(units, layouts, distribution.params, matmul, objective)
@@ -213,13 +224,13 @@ def _units(
     graphs: _Graphs,
     parts: int,
 ) -> ShardedUnits:
-    """Allocate the units of the tensors `names`, with whole tensors for an optimizer that needs them.
+    """Allocate the units of the tensors `names`.
 
     Args:
         parts: the number of parts in which a rank's experts are multiplied.
     """
     table = distribution.params
-    units = ShardedUnits(
+    return ShardedUnits(
         layouts.flat(names),
         mesh,
         plan,
@@ -230,11 +241,6 @@ def _units(
         in_graph=graphs.matmuls,
         fused_names=_fused_names(distribution, frozenset(names), parts),
     )
-    if not plan.sharded_spec:
-        of_rank = lambda rank: distribution.layouts(rank).flat(names)
-        shards = {name: (unit.master, unit.grad) for name, unit in units.units.items()}
-        units.whole_tensors = WholeTensors(mesh, of_rank, shards, plan.spec, plan.master)
-    return units
 
 
 def _fused_names(distribution: Distribution, held: frozenset[str], parts: int) -> list[tuple[str, ...]]:

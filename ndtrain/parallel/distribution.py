@@ -12,6 +12,7 @@ from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.mesh.sharding import Dim, Layouts
 from ndtrain.model import dim_sizes, params
 from ndtrain.model.spec import Param
+from ndtrain.model.transformer import hidden_matrices
 from ndtrain.parallel.pp import Placement, split_layers
 
 
@@ -54,11 +55,17 @@ class Distribution:
         units = {name: p.unit for name, p in table.items()}
         pp_coords = {name: coords_of_unit[unit] for name, unit in units.items()}
         ep_coords = {name: p.expert // self._experts_each for name, p in table.items() if p.expert is not None}
-        return Layouts(tensors, rules, self.mesh, rank, self.residual_axes, pp_coords, ep_coords, units)
+        return Layouts(
+            tensors, rules, self.mesh, rank, self.residual_axes, pp_coords, ep_coords, units, self._hidden_matrices
+        )
 
     def experts(self, coord: int) -> range:
         """Return the experts of each layer that the ranks at a coord on ep hold. The ranks hold them in order."""
         return range(coord * self._experts_each, (coord + 1) * self._experts_each)
+
+    @cached_property
+    def _hidden_matrices(self) -> frozenset[str]:
+        return hidden_matrices(self.model, self.params.values())
 
     @property
     def _experts_each(self) -> int:

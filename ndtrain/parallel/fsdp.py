@@ -32,7 +32,7 @@ from ndtrain.parallel.allocations import storage_id
 from ndtrain.parallel.grad_sums import ReplicaReducer, TiedReducer, TPReplicaReducer
 from ndtrain.parallel.linear.accumulator import GradAccumulator, register
 from ndtrain.parallel.unit import StatePlan, Unit, allocate, resize
-from ndtrain.parallel.whole_tensors import WholeTensors
+from ndtrain.parallel.whole_tensors import OwnerRounds
 
 
 class ShardedUnits:
@@ -52,7 +52,7 @@ class ShardedUnits:
         unsharded: the units whose weights are unsharded.
         before_update: functions to call before an update changes weights or state.
         offer_unit: is called with a unit whose gradient is final, if other islands read it.
-        whole_tensors: set for an optimizer that needs whole tensors, else None.
+        owners: the exchanges with the owners of whole tensors; None: the optimizer needs none.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ShardedUnits:
         self.state_device = host_of(mesh.device) if plan.offload else mesh.device
         self.before_update: list[Callable[[], None]] = []
         self.offer_unit: Callable[[Unit], None] = lambda unit: None
-        self.whole_tensors: WholeTensors | None = None
+        self.owners: OwnerRounds | None = None
         self.unsharded: set[str] = set()
         self._reductions: dict[str, tuple[Tensor, Pending]] = {}
         self._replicas: dict[str, ReplicaReducer] = {}

@@ -73,13 +73,28 @@ class OffloadCopier:
         self._threads = host_threads(units.device)
         self._down, self._up = _CopyStream(units.device, _SLOTS), _CopyStream(units.device, _SLOTS)
 
-    def run(self, update: Callable[[int], None]) -> None:
+    def run(self, update: Callable[[int], object]) -> None:
         """Call `update(i)` when the gradients of unit i are on the host, then copy its weights to the device. PyTorch's
         operators on the host use the rank's share of the cores."""
         with using_threads(self._threads):
             self._run(update)
 
-    def _run(self, update: Callable[[int], None]) -> None:
+    def run_on_gradients(self, change: Callable[[int], object]) -> None:
+        """Call `change(i)` when the gradients of unit i are on the host, then copy them back to the device."""
+        with using_threads(self._threads):
+            self._down.begin()
+            self._up.begin()
+            self._bring(0)
+            for i, unit in enumerate(self.units):
+                self._down.wait(i % _SLOTS)
+                self._up.wait((i + 1) % _SLOTS)  # its memory still leaves
+                if i + 1 < len(self.units):
+                    self._bring(i + 1)
+                change(i)
+                self._up.copy(i % _SLOTS, unit.grad, self.gradients[i])
+            self._up.end()
+
+    def _run(self, update: Callable[[int], object]) -> None:
         self._down.begin()
         self._up.begin()
         self._bring(0)

@@ -1,6 +1,6 @@
 """The optimizer over this rank's shards, and an average of the weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from torch import Tensor
 from ndtrain.config import OptimConfig
 from ndtrain.config.registry import get
 from ndtrain.mesh.mesh import Mesh
-from ndtrain.optim import Optimizer, OptimTensor, TensorSlice, Update
+from ndtrain.mesh.sharding import Tensors
+from ndtrain.optim import Optimizer, OptimTensor, TensorSlice, Update, WholeTensorOptimizer
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.grad_stats import GradStats, GradStatsReducer
 from ndtrain.parallel.offload import OffloadCopier
-from ndtrain.parallel.param_groups import groups_of_shard, param_group
+from ndtrain.parallel.param_groups import groups_of_shard
 from ndtrain.parallel.unit import Unit
-from ndtrain.parallel.whole_tensors import WholeTensors
 
 
 class ShardedOptimizer:
@@ -22,8 +22,10 @@ class ShardedOptimizer:
 
     An elementwise optimizer gets each unit's shard as few slices of the flat buffers, each of one parameter group.
     Without `optim.lr_mult` and `wd_mult` there are two groups: matrices (decayed) and vectors (not). All slices are
-    updated together. If the state is offloaded, they are updated unit by unit on the host. An optimizer of whole
-    tensors gets each tensor on the rank that owns it (`WholeTensors`).
+    updated together. If the state is offloaded, they are updated unit by unit on the host.
+
+    An optimizer that needs whole tensors has the parts of its update called one by one: `begin`, the rounds of the
+    owners (`owners.py`), and `finish`.
 
     Attributes:
         reduce_stats: computes the statistics of a step's gradients.
@@ -36,53 +38,78 @@ class ShardedOptimizer:
         self.skipped = torch.zeros((), dtype=torch.float32, device=units.state_device)
         kind: type[Optimizer] = get("optimizer", cfg.name)
         self._averaged = [(u.ema, u.master) for u in units.units.values() if u.ema is not None and u.ema.numel()]
-        if kind.whole_tensors:
-            self._update_all = _whole_update(kind(cfg), units.whole_tensors, cfg)
-        elif units.offload:
-            self._update_all = _offloaded_update(kind, units, cfg)
-        else:
-            self._update_all = _resident_update(kind(cfg), units, cfg)
+        self._update: Update | None = None
+        self.owners = units.owners
+        self._shards = (_OnHost if units.offload else _OnDevice)(kind, units, cfg)
+        self._owner = kind(cfg)
 
-    def step(self, step: int, lr: float, stats: GradStats) -> None:
-        """Clip the gradients and make update number `step` (from 1). If something was not finite, change nothing. With
-        offload the host waits for the gradients, and therefore for the statistics."""
+    def begin(self, step: int, lr: float, stats: GradStats) -> None:
+        """Begin update number `step` (from 1), and prepare the gradients of whole tensors for their owners. If
+        something was not finite, the update changes nothing.
+
+        With offload the host waits for the gradients, and therefore for the statistics."""
         found_inf = (~stats.finite).float().to(self.skipped.device)
         grad_scale = None
         if self.cfg.clip is not None:
             grad_scale = ((stats.norm + 1e-6) / self.cfg.clip).clamp(min=1).to(found_inf.device)
         for hook in list(self.units.before_update):
             hook()
-        self._update_all(Update(step, step - 1 - self.skipped, lr, found_inf, grad_scale))
-        self.skipped += found_inf
+        self._update = Update(step, step - 1 - self.skipped, lr, found_inf, grad_scale)
+        if self.owners is not None:
+            self._shards.prepare(self._update)
+
+    def compute(self, number: int) -> None:
+        """Compute the directions of the whole tensors that this rank owns in a round."""
+        assert self.owners is not None and isinstance(self._owner, WholeTensorOptimizer) and self._update is not None
+        optimizer, update = self._owner, self._update
+        self.owners.compute(number, lambda whole: optimizer.direction(whole, update))
+
+    def finish(self) -> None:
+        """Clip the gradients and update the weights."""
+        update, self._update = self._update, None
+        self._shards.step(update)
+        self.skipped += update.found_inf
         if self._averaged:
-            part = (1 - self.cfg.ema) * (1 - found_inf.to(self._averaged[0][0].dtype))
+            part = (1 - self.cfg.ema) * (1 - update.found_inf.to(self._averaged[0][0].dtype))
             for average, weight in self._averaged:
                 average.lerp_(weight, part)
 
 
-def _resident_update(optimizer: Optimizer, units: ShardedUnits, cfg: OptimConfig) -> Callable[[Update], None]:
-    tensors = [t for u in units.units.values() for t in _tensors(u, u.grad, cfg)]
-    return lambda update: optimizer.step(tensors, update) if tensors else None  # a shard may be padding alone
+class _OnDevice:
+    """Updates all shards together."""
+
+    def __init__(self, kind: type[Optimizer], units: ShardedUnits, cfg: OptimConfig):
+        self._optimizer = kind(cfg)
+        self._tensors = [t for u in units.units.values() for t in _tensors(u, u.grad, cfg)]
+        self._whole = [t for t in self._tensors if _is_whole(t, units.plan.whole)]
+
+    def prepare(self, update: Update) -> None:
+        self._optimizer.prepare(self._whole, update)
+
+    def step(self, update: Update) -> None:
+        if self._tensors:  # a shard may be padding alone
+            self._optimizer.step(self._tensors, update)
 
 
-def _offloaded_update(kind: type[Optimizer], units: ShardedUnits, cfg: OptimConfig) -> Callable[[Update], None]:
-    copier = OffloadCopier(units)
-    shards = [_tensors(u, grad, cfg) for u, grad in zip(units.units.values(), copier.gradients, strict=True)]
-    optimizers = [kind(cfg) for _ in shards]
-    return lambda update: copier.run(lambda i: optimizers[i].step(shards[i], update) if shards[i] else None)
+class _OnHost:
+    """Updates the shards unit by unit in host memory."""
+
+    def __init__(self, kind: type[Optimizer], units: ShardedUnits, cfg: OptimConfig):
+        self._copier = OffloadCopier(units)
+        each = list(units.units.values())
+        self._tensors = [_tensors(u, grad, cfg) for u, grad in zip(each, self._copier.gradients, strict=True)]
+        self._whole = [[t for t in tensors if _is_whole(t, units.plan.whole)] for tensors in self._tensors]
+        self._optimizers = [kind(cfg) for _ in self._tensors]
+
+    def prepare(self, update: Update) -> None:
+        self._copier.run_on_gradients(lambda i: self._whole[i] and self._optimizers[i].prepare(self._whole[i], update))
+
+    def step(self, update: Update) -> None:
+        self._copier.run(lambda i: self._tensors[i] and self._optimizers[i].step(self._tensors[i], update))
 
 
-def _whole_update(optimizer: Optimizer, whole: WholeTensors, cfg: OptimConfig) -> Callable[[Update], None]:
-    groups = {t.name: param_group(cfg, t.name, len(t.shape)) for t in whole.tensors}
-
-    def step(update: Update) -> None:
-        def update_one(name: str, weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> None:
-            tensor = OptimTensor(weight, grad, state, groups[name].weight_decay, lr_mult=groups[name].lr_mult)
-            optimizer.step([tensor], update)
-
-        whole.update_each(update_one)
-
-    return step
+def _is_whole(t: OptimTensor, whole: Tensors | None) -> bool:
+    return whole is not None and whole.has(t.hidden)
 
 
 def _tensors(unit: Unit, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor]:
@@ -90,7 +117,8 @@ def _tensors(unit: Unit, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor
     start, _ = unit.layout.own
     made = []
     for group, span in groups_of_shard(cfg, unit.layout):
-        state = {name: x[span] for name, x in unit.state.items()}
+        kinds = [name for name, at in unit.held.items() if at.start <= span.start and span.stop <= at.stop]
+        state = {name: unit.part(name, span.start, span.stop - span.start) for name in kinds}
         slices = _slices(unit, start + span.start, start + span.stop)
         made.append(OptimTensor(unit.master[span], grad[span], state, group.weight_decay, slices, group.lr_mult))
     return made

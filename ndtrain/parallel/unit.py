@@ -1,7 +1,7 @@
 """A unit's buffers on this rank: which ones exist, their size, their precision and their device."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ndtrain.device.kind import host_of
 from ndtrain.mesh.collectives import Group, Pending
 from ndtrain.mesh.mesh import Mesh
-from ndtrain.mesh.sharding import FlatLayout, UnitGroups
+from ndtrain.mesh.sharding import FlatLayout, Tensors, UnitGroups
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.linear.accumulator import FusedWeights
 
@@ -27,8 +27,8 @@ class StatePlan:
         zero: 1, 2 or 3, as in `fsdp.py`.
         compute, master: dtypes of the weights in compute precision and of the master weights.
         spec: the optimizer's state.
-        sharded_spec: True if the state is sharded like the weights. Otherwise the owners of whole tensors hold it
-            (`whole_tensors.py`).
+        whole: the tensors whose updates are computed from whole gradients (`whole_tensors.py`); None: there are none.
+        sent: the dtype of these gradients on their way to the owners of the tensors.
         ema: True if there is an average of the weights.
         outer: True if there are outer weights and their momentum (`islands.sync=diloco`), in host memory.
         offload: True if master, optimizer state and average are in host memory.
@@ -38,10 +38,16 @@ class StatePlan:
     compute: torch.dtype
     master: torch.dtype
     spec: tuple[StateSpec, ...]
-    sharded_spec: bool = True
+    whole: Tensors | None = None
+    sent: torch.dtype = torch.float32
     ema: bool = False
     outer: bool = False
     offload: bool = False
+
+    @property
+    def sharded(self) -> Iterator[StateSpec]:
+        """The optimizer's state that is sharded like the weights. The owners of whole tensors hold the rest."""
+        return (spec for spec in self.spec if spec.shape is None)
 
 
 @dataclass(frozen=True)
@@ -86,9 +92,10 @@ class Unit:
         full: all local elements in compute precision; its storage is empty while the unit is resharded.
         master, grad, ema: this rank's shard in master precision; ema: None without an average.
         outer, outer_momentum: the shard's outer weights and their momentum; None without `islands.sync=diloco`.
-        state: the optimizer's state tensors of the shard, by name.
+        state: the optimizer's state tensors by name. Each has the elements of the shard that `held` gives.
         gather_source: this rank's elements that gathers send: the master, or if it is offloaded a copy on the device.
         full_grad: the unsharded gradient; None while this rank does not hold it.
+        held: name of a state -> the elements of the shard that have it.
         grad_at: the buffer that `grad` is a slice of, and the first element of the slice.
     """
 
@@ -103,6 +110,7 @@ class Unit:
     master: Tensor
     gather_source: Tensor
     state: dict[str, Tensor]
+    held: dict[str, slice]
     grad: Tensor
     full_grad: Tensor | None
     grad_at: tuple[Tensor, int]
@@ -126,6 +134,11 @@ class Unit:
         """Return this rank's shard of the weights, of a copy of them or of a state tensor, by name."""
         return self.state[name] if name in self.state else getattr(self, name)
 
+    def part(self, name: str, at: int, numel: int) -> Tensor:
+        """Return `numel` elements of a buffer, from element `at` of the shard on."""
+        at -= self.held[name].start if name in self.held else 0
+        return self.buffer(name)[at : at + numel]
+
 
 def allocate(
     layouts: Mapping[str, FlatLayout],
@@ -143,8 +156,9 @@ def allocate(
     groups = next(iter(layouts.values())).groups
     residency = Residency.of(plan, groups.shards)
     group, reductions = shard_groups(plan, mesh, groups)
-    buffers = _Buffers.of(plan, groups.shards, sum(f.numel for f in layouts.values()), mesh.device)
-    units, at, shard_at = {}, 0, 0
+    hidden = sum(hidden_in_shard(f) for f in layouts.values())
+    buffers = _Buffers.of(plan, groups.shards, sum(f.numel for f in layouts.values()), hidden, mesh.device)
+    units, at, shard_at, state_at = {}, 0, 0, dict.fromkeys(buffers.state, 0)
     for name, layout in layouts.items():
         start, stop = layout.own
         span = slice(shard_at, shard_at + stop - start)
@@ -153,6 +167,11 @@ def allocate(
         own = full.data[start:stop] if resident else None
         own_is_source = residency.shares_master or (plan.offload and resident)
         grad_start = at + start if residency.holds_full_grad else shard_at
+        held = {s.name: slice(*(i - start for i in layout.own_of(s.tensors))) for s in plan.sharded}
+        state = {}
+        for kind, of in held.items():
+            state[kind] = buffers.state[kind][state_at[kind] : state_at[kind] + of.stop - of.start]
+            state_at[kind] += of.stop - of.start
         units[name] = Unit(
             name=name,
             layout=layout,
@@ -164,7 +183,8 @@ def allocate(
             full=full.data,  # its own version counter hides gathers from autograd's check for in-place changes
             master=own if residency.shares_master else buffers.master[span],
             gather_source=own if own_is_source else buffers.source[span],
-            state={name: x[span] for name, x in buffers.state.items()},
+            state=state,
+            held=held,
             grad=buffers.grad[grad_start : grad_start + stop - start],
             full_grad=buffers.grad[at : at + layout.numel] if residency.holds_full_grad else None,
             grad_at=(buffers.grad, grad_start),
@@ -191,8 +211,8 @@ class _Buffers:
 
     Attributes:
         full: all local elements, if they stay unsharded.
-        master, source, ema, outer, outer_momentum, state: the rank's shards. Gathers send `source`, unless they send a
-            part of `full`.
+        master, source, ema, outer, outer_momentum, state: the rank's shards; of a state, the elements that have it.
+            Gathers send `source`, unless they send a part of `full`.
         grad: the gradient of all local elements, or of the rank's shards.
         empty: makes the buffer of one unit with this number of elements, if units do not stay unsharded.
     """
@@ -208,20 +228,26 @@ class _Buffers:
     empty: Callable[[int], Tensor]
 
     @classmethod
-    def of(cls, plan: StatePlan, shards: int, local: int, device: torch.device) -> "_Buffers":
-        """Allocate the buffers for `local` elements of units that are split into `shards` parts."""
+    def of(cls, plan: StatePlan, shards: int, local: int, hidden: int, device: torch.device) -> "_Buffers":
+        """Allocate the buffers for `local` elements of units that are split into `shards` parts.
+
+        Args:
+            hidden: the number of the rank's elements that belong to hidden matrices.
+        """
         residency, shard = Residency.of(plan, shards), local // shards
+        numel = {Tensors.ALL: shard, Tensors.HIDDEN: hidden, Tensors.OTHER: shard - hidden}
         resident = not residency.reshard_after_forward
         zeros = lambda n, dtype: torch.zeros(n, dtype=dtype, device=device)
         on_host = lambda dtype: torch.zeros(shard, dtype=dtype, device=host_of(device))
-        stored = lambda dtype: on_host(dtype) if plan.offload else torch.zeros(shard, dtype=dtype, device=device)
+        where = host_of(device) if plan.offload else device
+        stored = lambda dtype, n=shard: torch.zeros(n, dtype=dtype, device=where)
         master = None if residency.shares_master else stored(plan.master)
         return cls(
             full=zeros(local, plan.compute) if resident else None,
             master=master,
             source=zeros(shard, plan.compute) if plan.offload and not resident else master,
             grad=zeros(local if residency.holds_full_grad else shard, plan.master),
-            state={s.name: stored(s.dtype or plan.master) for s in plan.spec if plan.sharded_spec},
+            state={s.name: stored(s.dtype or plan.master, numel[s.tensors]) for s in plan.sharded},
             ema=stored(plan.master) if plan.ema else None,
             outer=on_host(plan.master) if plan.outer else None,
             outer_momentum=on_host(plan.master) if plan.outer else None,
@@ -255,15 +281,22 @@ class StateBytes(NamedTuple):
         return self.outer + (self.sharded if self.offloaded else 0)
 
 
+def hidden_in_shard(layout: FlatLayout) -> int:
+    """Return the number of elements of this rank's shard that belong to hidden matrices."""
+    start, stop = layout.own_of(Tensors.HIDDEN)
+    return stop - start
+
+
 @lru_cache(maxsize=4096)
-def state_bytes(plan: StatePlan, shards: int, numel: int) -> StateBytes:
+def state_bytes(plan: StatePlan, shards: int, numel: int, hidden: int = 0) -> StateBytes:
     """Count the bytes of units by allocating their buffers on the meta device.
 
     Args:
         shards: the number of parts that the units are split into.
         numel: the number of elements before the split. They are padded to `shards` equal parts.
+        hidden: the number of the rank's elements, after the split, that belong to hidden matrices.
     """
-    buffers = _Buffers.of(plan, shards, -(-numel // shards) * shards, torch.device("meta"))
+    buffers = _Buffers.of(plan, shards, -(-numel // shards) * shards, hidden, torch.device("meta"))
     count = lambda *held: sum(x.untyped_storage().nbytes() for x in held if x is not None)
     source = None if buffers.source is buffers.master else buffers.source
     return StateBytes(

@@ -1,185 +1,194 @@
-"""Whole tensors for optimizers that need them: each has one owner among the ranks that hold its shards.
+"""Whole tensors for optimizers that need them: the rank that owns a tensor receives the gradient elements of all ranks,
+computes the direction of the update, and sends its elements back.
 
-The owner receives the gradient and the master weights of every rank's elements. It holds the tensor's state, computes
-the update and sends the new weights back. If other ranks hold the same shards (along dp), each set of replicas does the
-same work, and no message crosses between them.
+The elements stay where the shards are: what a rank sends is in its shards' gradients, and what it receives replaces
+them. Of ranks that hold the same shards (along dp), those with the owner's replica index send, and all receive.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Held, Rows
-from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout
+from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, TensorLayout
 from ndtrain.mesh.transfer import Arriving, Transfer
-from ndtrain.optim import StateSpec
+from ndtrain.optim import WholeTensors
+from ndtrain.parallel.owners import Batch, Round, holder_axes
+from ndtrain.parallel.unit import StatePlan
 
-Update = Callable[[str, Tensor, Tensor, dict[str, Tensor]], None]
+Holding = dict[str, list[Held]]  # tensor -> the elements that a rank holds
+Direction = Callable[[WholeTensors], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class WholeTensor:
-    """One tensor of the stage.
+@dataclass(frozen=True)
+class OwnedTensor:
+    """A tensor that this rank owns.
 
     Attributes:
-        shape: the shape of the whole tensor.
-        replica: the index of this rank's set of ranks, among the sets that hold the same shards.
-        owner: the position of its owner among the ranks that hold its shards.
-        shards: this rank's (master, grad) of the unit that the tensor is in.
-        state: name -> state tensor on the owner; empty on other ranks.
+        state: name -> state of another shape than the tensor's.
     """
 
     name: str
-    shape: tuple[int, ...]
-    replica: int
-    owner: int
-    shards: tuple[Tensor, Tensor]
     state: dict[str, Tensor]
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
-
-class _Round:
-    """One tensor of each owner, so that all owners work at the same time.
+class OwnerRounds:
+    """The exchanges between the shards of this rank's tensors and their owners.
 
     Args:
-        shards: by position in the group: tensor -> the elements that the rank holds.
-        replicas: tensor -> the positions of ranks whose elements an earlier rank holds too.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        position: int,
-        tensors: Sequence[WholeTensor],
-        shards: Sequence[Mapping[str, Sequence[Held]]],
-        replicas: Mapping[str, frozenset[int]],
-    ):
-        held = [{t.name: of_rank[t.name] for t in tensors if t.name in of_rank} for of_rank in shards]
-        counted = [{n: h for n, h in of_rank.items() if i not in replicas[n]} for i, of_rank in enumerate(held)]
-        whole = [{t.name: [Held(0, Rows(0, t.numel))] for t in tensors if t.owner == i} for i in range(len(shards))]
-        self._tensors, self._own = tensors, [t for t in tensors if t.owner == position]
-        memory = tensors[0].shards[0].dtype, tensors[0].shards[0].device
-        self._to_owner = Transfer(group, position, counted, whole, memory, width=2)
-        self._to_shards = Transfer(group, position, whole, held, memory)
-        self._whole: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def start(self) -> Arriving:
-        """Start to send weights and gradients to the owners."""
-        self._whole = {t.name: (t.shards[0].new_empty(t.numel), t.shards[1].new_empty(t.numel)) for t in self._own}
-        return self._to_owner.start({t.name: t.shards for t in self._tensors}, self._whole)
-
-    def update(self, update: Update) -> Arriving:
-        """Update the tensors that this rank owns, and start to send their weights to all ranks."""
-        for t in self._own:
-            weight, grad = self._whole[t.name]
-            update(t.name, weight.view(t.shape), grad.view(t.shape), t.state)
-        weights = {name: (weight,) for name, (weight, _) in self._whole.items()}
-        self._whole = {}
-        return self._to_shards.start(weights, {t.name: t.shards[:1] for t in self._tensors})
-
-
-class WholeTensors:
-    """All tensors of a rank's stages.
-
-    Args:
+        rounds: the plan, the same on all ranks that take part in it.
         layouts_of: rank -> unit -> the flat layout of the stage as that rank holds it.
-        shards: unit -> this rank's (master, grad).
-        spec: the optimizer's state.
-        master: dtype of weights and gradients.
+        grads: unit -> the gradient of this rank's shard.
+
+    Attributes:
+        rounds: the plan.
+        owned: the tensors that this rank owns.
     """
 
     def __init__(
         self,
         mesh: Mesh,
+        plan: StatePlan,
+        rounds: Sequence[Round],
         layouts_of: Callable[[int], Mapping[str, FlatLayout]],
-        shards: Mapping[str, tuple[Tensor, Tensor]],
-        spec: Sequence[StateSpec],
-        master: torch.dtype,
+        grads: Mapping[str, Tensor],
     ):
-        self.master, self.device = master, mesh.device
-        layouts_of = cache(layouts_of)
-        self.tensors: list[WholeTensor] = []
-        self._rounds: list[_Round] = []
-        for axes in dict.fromkeys(layout.groups.shard_axes for layout in layouts_of(mesh.rank).values()):
-            members = mesh.spec.members(mesh.rank, *axes, TENSOR_AXIS)
-            units = [u for u, layout in layouts_of(mesh.rank).items() if layout.groups.shard_axes == axes]
-            layouts = [{u: layouts_of(rank)[u] for u in units} for rank in members]
-            group, position = mesh.group(*axes, TENSOR_AXIS), members.index(mesh.rank)
-            tensors = list(self._place(position, layouts, shards, spec))
-            self.tensors += tensors
-            self._rounds += _rounds(group, position, tensors, layouts)
+        holders = {axes: _Holders(mesh, axes, layouts_of) for axes in dict.fromkeys(r.axes for r in rounds)}
+        self._rounds = [_Exchange(mesh, plan, r.batches, holders[r.axes], grads) for r in rounds]
+        self.rounds = rounds
+        self.owned = [tensor for exchange in self._rounds for tensor in exchange.owned]
 
-    def _place(
-        self,
-        position: int,
-        layouts: Sequence[Mapping[str, FlatLayout]],
-        shards: Mapping[str, tuple[Tensor, Tensor]],
-        spec: Sequence[StateSpec],
-    ) -> Iterator[WholeTensor]:
-        """Assign an owner to each tensor among the ranks of a group, and yield the tensors. The largest tensor is
-        assigned first, and each goes to the rank that owns the fewest elements by then.
+    def gather(self, number: int) -> None:
+        """Start to send the gradients of a round to the owners."""
+        self._rounds[number].gather()
+
+    def await_gather(self, number: int) -> None:
+        """Wait for the gradients that this rank owns in a round."""
+        self._rounds[number].await_gather()
+
+    def compute(self, number: int, direction: Direction) -> None:
+        """Compute the directions of the tensors that this rank owns in a round."""
+        self._rounds[number].compute(direction)
+
+    def scatter(self, number: int) -> None:
+        """Start to send the directions of a round to all shards."""
+        self._rounds[number].scatter()
+
+    def await_scatter(self, number: int) -> None:
+        """Wait for the directions of a round. They replace the gradients of the shards."""
+        self._rounds[number].await_scatter()
+
+
+class _Holders:
+    """The ranks that hold parts of the same tensors, and what each of them holds.
+
+    Attributes:
+        replica: by position: the index of the rank among the ranks with the same shards.
+    """
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], layouts_of: Callable[[int], Mapping[str, FlatLayout]]):
+        spec, rank = mesh.spec, mesh.rank
+        members = spec.members(rank, *axes)
+        mine = {u: layout for u, layout in layouts_of(rank).items() if holder_axes(layout.groups) == axes}
+        groups = next(iter(mine.values())).groups
+        self.group, self.position = mesh.group(*axes), members.index(rank)
+        self.replica = [spec.index(member, *groups.replica_axes) for member in members]
+        self._by_tp: dict[int, Mapping[str, FlatLayout]] = {}
+        self._at = []  # by position: (coord on tp, part of the flat buffers)
+        for member in members:
+            tp = spec.index(member, TENSOR_AXIS)
+            if tp not in self._by_tp:  # the ranks that differ along other axes have the same layouts, and other parts
+                self._by_tp[tp] = {u: layouts_of(member)[u] for u in mine}
+            self._at.append((tp, spec.index(member, *groups.shard_axes)))
+        self._units = {t.name: u for u, layout in mine.items() for t in layout.tensors}
+        self._held: dict[tuple[int, int], list[tuple[TensorLayout, Held]]] = {}
+
+    def unit(self, tensor: str) -> str:
+        return self._units[tensor]
+
+    def placement(self, wanted: Mapping[str, int], once: bool = False) -> list[Holding]:
+        """Return which elements of tensors the ranks hold.
 
         Args:
-            layouts: by position in the group: unit -> flat layout.
+            wanted: tensor -> position of its owner.
+            once: True to count each element once: of ranks with the same elements, the one that sends them.
         """
-        tensors = [(t, unit) for unit, layout in layouts[0].items() for t in layout.tensors]
-        owned, owner = [0] * len(layouts), {}
-        for t, _ in sorted(tensors, key=lambda item: (-item[0].numel, item[0].name)):
-            owner[t.name] = owned.index(min(owned))
-            owned[owner[t.name]] += t.numel
-        for t, unit in tensors:
-            make = lambda s, t=t: torch.zeros(s.shape_of(t.shape), dtype=s.dtype or self.master, device=self.device)
-            state = {s.name: make(s) for s in spec} if owner[t.name] == position else {}
-            replica = layouts[position][unit].groups.replica
-            yield WholeTensor(t.name, t.shape, replica, owner[t.name], shards[unit], state)
+        found: list[Holding] = [{} for _ in self._at]
+        for position, at in enumerate(self._at):
+            for tensor, held in self._of(at):
+                name = tensor.name
+                if name in wanted:
+                    sends = tensor.tp_replica == 0 and self.replica[position] == self.replica[wanted[name]]
+                    if sends or not once:
+                        found[position].setdefault(name, []).append(held)
+        return found
 
-    def update_each(self, update: Update) -> None:
-        """Call `update(name, weight, grad, state)` on the owner of each tensor. Every rank of the group calls this.
-
-        While the owners of a round compute, the tensors of the next round are in flight to their owners. The weights of
-        the previous round are in flight back to the shards.
-        """
-        coming = self._rounds[0].start() if self._rounds else None
-        leaving = None
-        for i, now in enumerate(self._rounds):
-            coming.wait()
-            coming = self._rounds[i + 1].start() if i + 1 < len(self._rounds) else None
-            sent = now.update(update)
-            if leaving is not None:
-                leaving.wait()
-            leaving = sent
-        if leaving is not None:
-            leaving.wait()
+    def _of(self, at: tuple[int, int]) -> list[tuple[TensorLayout, Held]]:
+        if at not in self._held:
+            tp, part = at
+            layouts = self._by_tp[tp].values()
+            self._held[at] = [piece for layout in layouts for piece in layout.held(*layout.bounds(part))]
+        return self._held[at]
 
 
-def _rounds(
-    group: dist.ProcessGroup | None,
-    position: int,
-    tensors: Sequence[WholeTensor],
-    layouts: Sequence[Mapping[str, FlatLayout]],
-) -> Iterator[_Round]:
-    """Yield rounds in which each owner has at most one tensor. Its largest tensors come first."""
-    shards: list[dict[str, list[Held]]] = []
-    replicas: dict[str, set[int]] = {t.name: set() for t in tensors}
-    for i, of_rank in enumerate(layouts):
-        shards.append({})
-        for layout in of_rank.values():
-            for t, held in layout.held(*layout.own):
-                shards[-1].setdefault(t.name, []).append(held)
-                if t.tp_replica:
-                    replicas[t.name].add(i)
-    queues: list[list[WholeTensor]] = [[] for _ in layouts]
-    for t in sorted(tensors, key=lambda t: (-t.numel, t.name)):
-        queues[t.owner].append(t)
-    frozen = {name: frozenset(positions) for name, positions in replicas.items()}
-    for i in range(max(map(len, queues), default=0)):
-        yield _Round(group, position, [queue[i] for queue in queues if i < len(queue)], shards, frozen)
+class _Exchange:
+    """One round."""
+
+    def __init__(
+        self, mesh: Mesh, plan: StatePlan, batches: Mapping[int, Batch], holders: _Holders, grads: Mapping[str, Tensor]
+    ):
+        owner = {name: i for i, batch in batches.items() for name in batch.names}
+        held = holders.placement(owner)
+        counted = holders.placement(owner, once=True)
+        whole: list[Holding] = [{} for _ in held]
+        for i, batch in batches.items():
+            numel = math.prod(batch.shape)
+            whole[i] = {name: [Held(k * numel, Rows(0, numel))] for k, name in enumerate(batch.names)}
+        self._memory = plan.sent, mesh.device
+        self._to_owners = Transfer(holders.group, holders.position, counted, whole, self._memory)
+        self._to_shards = Transfer(holders.group, holders.position, whole, held, self._memory)
+        self._shards = {name: (grads[holders.unit(name)],) for name in owner}
+        self._batch = batches.get(holders.position)
+        self._state: dict[str, Tensor] = {}
+        if self._batch is not None:
+            for s in plan.spec:
+                if s.shape is not None:
+                    shape = len(self._batch.names), *s.shape_of(self._batch.shape)
+                    self._state[s.name] = torch.zeros(shape, dtype=s.dtype or plan.master, device=mesh.device)
+        names = self._batch.names if self._batch else ()
+        self.owned = [OwnedTensor(name, {s: x[i] for s, x in self._state.items()}) for i, name in enumerate(names)]
+        self._grads = self._directions = torch.empty(0)
+        self._arriving: Arriving | None = None
+        self._leaving: Arriving | None = None
+
+    def gather(self) -> None:
+        self._grads = self._empty()
+        self._arriving = self._to_owners.start(self._shards, self._whole(self._grads))
+
+    def await_gather(self) -> None:
+        self._arriving.wait()
+        self._arriving = None
+
+    def compute(self, direction: Direction) -> None:
+        if self._batch is not None:
+            shape = len(self._batch.names), *self._batch.shape
+            self._directions = direction(WholeTensors(self._batch.names, self._grads.view(shape), self._state))
+        self._grads = self._grads.new_empty(0)
+
+    def scatter(self) -> None:
+        self._leaving = self._to_shards.start(self._whole(self._directions.reshape(-1)), self._shards)
+
+    def await_scatter(self) -> None:
+        self._leaving.wait()
+        self._leaving, self._directions = None, self._directions.new_empty(0)
+
+    def _empty(self) -> Tensor:
+        dtype, device = self._memory
+        return torch.empty(self._batch.numel if self._batch else 0, dtype=dtype, device=device)
+
+    def _whole(self, flat: Tensor) -> dict[str, tuple[Tensor]]:
+        return dict.fromkeys(self._batch.names if self._batch else (), (flat,))

@@ -53,6 +53,7 @@ class ModelCosts:
         head: FLOPs of the head over the FLOPs of a block.
         parameters: parameters of the whole model.
         of_experts: parameters of the experts.
+        hidden: parameters of hidden matrices outside of experts.
         op_flops: op of a block -> forward FLOPs per token, the mean over all blocks.
         elementwise: elements per token that a block's other kernels read and write, the mean over all blocks.
         blocks: for each kind of block its share of all blocks, and its ops.
@@ -61,6 +62,7 @@ class ModelCosts:
     head: float
     parameters: int
     of_experts: int
+    hidden: int
     op_flops: Mapping[str, float]
     elementwise: float
     blocks: Sequence[tuple[float, Sequence[OpSpec]]]
@@ -73,6 +75,7 @@ class ModelCosts:
             head=head_in_layers(m, length),
             parameters=flops.parameter_count(m),
             of_experts=flops.expert_parameters(m),
+            hidden=flops.hidden_parameters(m) - flops.expert_parameters(m),
             op_flops=_mean_of_layers(m, lambda i: flops.op_flops(m, length, i)),
             elementwise=_mean_of_layers(m, lambda i: {"": flops.elementwise_values(m, i)})[""],
             blocks=[(len(layers) / m.num_hidden_layers, block_ops(m, layers[0])) for layers in kinds(m).values()],
@@ -146,8 +149,8 @@ class Place:
 
     def _state_bytes(self, zero: int) -> float:
         """Return the bytes that a rank holds between steps, and the CUDA context on a GPU."""
-        plan = replace(self._plan, zero=zero, sharded_spec=True)  # with whole tensors their owners hold about the same
-        state = sum(state_bytes(plan, h.shards, h.parameters).on_device for h in self.held)
+        plan = replace(self._plan, zero=zero)
+        state = sum(state_bytes(plan, h.shards, h.parameters, h.hidden // h.shards).on_device for h in self.held)
         return state + (0.0 if self.hardware.device == "cpu" else 1e9 * self.rates.memory_gb)
 
     def _kept_elements(self, recompute: tuple[str, Sequence[str]]) -> float:
@@ -331,10 +334,12 @@ class _Held(NamedTuple):
 
     Attributes:
         parameters: their number on a rank, before they are cut into `shards`.
+        hidden: how many of them belong to hidden matrices.
         shard_axes, replica_axes: the axes in the form that `Prices.collective` takes.
     """
 
     parameters: int
+    hidden: int
     shards: int
     shard_axes: str
     replica_axes: str
@@ -345,12 +350,21 @@ def _held(cfg: Config, costs: ModelCosts) -> list[_Held]:
     """Return the parameters of a rank, without and with experts. Experts are split over ep, and over tp only by a rule.
     They are sharded over the data ranks that ep leaves."""
     spec, experts = MeshSpec.of(cfg.mesh), costs.of_experts
-    others = (costs.parameters - experts) // (cfg.mesh.pp * cfg.mesh.tp)
-    held = [_Held(others, cfg.mesh.fsdp * cfg.mesh.cp, "fsdp+cp", "dp", of_experts=False)]
+    cut = cfg.mesh.pp * cfg.mesh.tp
+    held = [
+        _Held(
+            (costs.parameters - experts) // cut,
+            costs.hidden // cut,
+            cfg.mesh.fsdp * cfg.mesh.cp,
+            "fsdp+cp",
+            "dp",
+            of_experts=False,
+        )
+    ]
     if experts:
         axes = [spec.beside_ep(axis) for axis in ("fsdp", "cp")]
         mine = experts // (cfg.mesh.pp * cfg.mesh.ep * LocalShapes.of(cfg).expert_parts)
-        held.append(_Held(mine, spec.size(*axes), "+".join(axes), spec.beside_ep("dp"), of_experts=True))
+        held.append(_Held(mine, mine, spec.size(*axes), "+".join(axes), spec.beside_ep("dp"), of_experts=True))
     return held
 
 

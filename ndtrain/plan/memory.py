@@ -49,7 +49,7 @@ def rank_memory(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, P
 def held_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:
     """Return the bytes of a unit that a rank holds on its device between steps. Some published runs hold gradients in
     another precision than ndtrain."""
-    held = state_bytes(program.plan, u.shards, u.numel)
+    held = state_bytes(program.plan, u.shards, u.numel, u.hidden)
     return held.on_device + held.gradient // program.plan.master.itemsize * (sizes.gradient - sizes.master)
 
 

@@ -124,6 +124,16 @@ class _Words:
                 return f"sum      gradients replicated across tp ranks, of {_some(units)}"
             case ops.Offer(unit):
                 return f"offer    the gradient of {unit} to the other islands"
+            case ops.GatherWhole(number):
+                return f"gather   whole gradients of round {number} on their owners{self._whole(number)}"
+            case ops.AwaitWhole(number):
+                return f"wait     for the whole gradients of round {number}"
+            case ops.ComputeWhole(number):
+                return f"compute  directions of whole tensors of round {number}"
+            case ops.ScatterWhole(number):
+                return f"scatter  directions of round {number}{self._whole(number)}"
+            case ops.AwaitScatter(number):
+                return f"wait     for the directions of round {number}"
             case ops.Receive() if turn is not None and turn.needs is not None:
                 return f"receive  {_named(turn.needs)}"
             case ops.Send() if turn is not None and turn.gives is not None:
@@ -141,6 +151,12 @@ class _Words:
     def _sent(self, unit: str, width: int, collective: str) -> str:
         u = self.step.units[unit]
         return f"  ({collective} over {u.axes}, {si(u.numel * width, 'B')})" if u.shards > 1 else "  (a copy)"
+
+    def _whole(self, number: int) -> str:
+        round_ = self.plan.rounds[number]
+        axes = "+".join(axis for axis in round_.axes if MeshSpec.of(self.cfg.mesh).size(axis) > 1)
+        size = si(round_.numel * self.step.plan.sent.itemsize, "B")
+        return f"  (all-to-all over {axes}, {size})" if axes else "  (a copy)"
 
     @property
     def _compute(self) -> int:
@@ -161,6 +177,7 @@ _PLAIN = {
     ops.AwaitLoads: "wait     for the loads of experts",
     ops.CheckCapacity: "check    that the rows of experts have fitted  (all-reduce over all ranks)",
     ops.GatherStats: "sum      loss and gradient norm  (all-reduce over all ranks)",
+    ops.Prepare: "prepare  the update: clipping, and the gradients of whole tensors",
     ops.Update: "update   weights and optimizer state",
     ops.UpdateBiases: "update   selection biases of experts",
     ops.Report: "report   the step's numbers  (all-reduce over all ranks)",

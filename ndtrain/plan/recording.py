@@ -151,8 +151,8 @@ def classify_state(recording: Recording, units: ShardedUnits) -> None:
     recording.classify("gradients", *(u.grad for u in each), *(u.full_grad for u in each))
     recording.classify(f"{host}average", *(u.ema for u in each))
     recording.classify(f"{HOST}outer weights", *(x for u in each for x in (u.outer, u.outer_momentum)))
-    if units.whole_tensors is not None:
-        recording.classify("optimizer state", *(x for t in units.whole_tensors.tensors for x in t.state.values()))
+    if units.owners is not None:
+        recording.classify("optimizer state", *(x for t in units.owners.owned for x in t.state.values()))
     recording.resizes(u.full for u in each if u.residency.reshard_after_forward)
 
 
@@ -162,4 +162,5 @@ def label_step(recording: Recording, stages: Stages, step: TrainingStep) -> None
     recording.label_calls(stages.units, "reduce", "messages")
     recording.label_calls(stages.units, "collect", "messages")
     recording.label_calls(step.executor.pipeline, "post", "messages")
-    recording.label_calls(step.optimizer, "step", "update")
+    for method in ("begin", "compute", "finish"):
+        recording.label_calls(step.optimizer, method, "update")

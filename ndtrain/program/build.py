@@ -15,7 +15,7 @@ from ndtrain.model.transformer import sparse_layers
 from ndtrain.parallel.grad_sums import BUCKET_BYTES
 from ndtrain.parallel.pp import input_of, receives
 from ndtrain.parallel.recompute import RecomputeGroup
-from ndtrain.parallel.unit import Residency, StatePlan
+from ndtrain.parallel.unit import Residency, StatePlan, hidden_in_shard
 from ndtrain.program import ops
 from ndtrain.program.ops import Op, RankProgram, Run, Turn
 from ndtrain.program.passes import Instruction, Layer, expand, join, units_ahead
@@ -30,6 +30,7 @@ class UnitFacts:
 
     Attributes:
         numel: number of elements of its flat buffer, after sharding over tp.
+        hidden: number of elements of the rank's shard that belong to hidden matrices.
         groups: the ranks that shard and replicate it.
         residency: when its weights and gradient are unsharded on the rank.
         grad_width: bytes of an element of its gradient.
@@ -38,6 +39,7 @@ class UnitFacts:
     """
 
     numel: int
+    hidden: int
     groups: UnitGroups
     residency: Residency
     grad_width: int
@@ -49,6 +51,7 @@ class UnitFacts:
         summed = sum(t.local_numel for t in layout.tensors if t.tp_replicas > 1 and TENSOR_AXIS in t.partial)
         return cls(
             numel=layout.numel,
+            hidden=hidden_in_shard(layout),
             groups=layout.groups,
             residency=Residency.of(plan, layout.groups.shards),
             grad_width=plan.master.itemsize,
@@ -123,6 +126,7 @@ class Holdings:
         in_place: True if a reduce-scatter needs no memory of its own while it is in progress.
         experts: the ops that experts add to the step.
         offers: True if each unit's gradient is offered to other islands as soon as it is final.
+        rounds: the number of rounds in which the owners of whole tensors compute their updates.
     """
 
     layers: Sequence[Layer]
@@ -131,6 +135,7 @@ class Holdings:
     in_place: bool = False
     experts: Experts = NO_EXPERTS
     offers: bool = False
+    rounds: int = 0
 
     @property
     def reshards(self) -> bool:
@@ -213,7 +218,7 @@ class _Builder:
     def __init__(self, holdings: Holdings, unsharded: frozenset[str]):
         self.layers, self.units, self.offers = holdings.layers, holdings.units, holdings.offers
         self.in_place = holdings.in_place and not self.offers  # offered gradients are collected one by one
-        self.experts, self.counting = holdings.experts, False
+        self.experts, self.rounds, self.counting = holdings.experts, holdings.rounds, False
         self.unsharded, self.gathering = unsharded, frozenset[str]()
         self.opened, self.reduced = frozenset[str](), frozenset[str]()
         self.reducing: tuple[tuple[str, bool, bool], ...] = ()
@@ -289,7 +294,9 @@ class _Builder:
             return
         if self.experts.loads:
             yield ops.SumLoads()
-        yield from (ops.GatherStats(), ops.Update())
+        yield from (ops.GatherStats(), ops.Prepare())
+        yield from whole_tensors(self.rounds)
+        yield ops.Update()
         if self.experts.loads:
             yield ops.AwaitLoads()
         if self.experts.biases:
@@ -421,6 +428,23 @@ class _Builder:
         """Offer a gradient that is final. If the step may be repeated with more room for experts, it is not yet."""
         if self.offers and not self.experts.capacity:
             yield ops.Offer(name)
+
+
+def whole_tensors(rounds: int) -> Iterator[Op]:
+    """Yield the ops of the owners of whole tensors. While a round is computed, the gradients of the next one are on
+    their way to the owners, and the directions of the previous one on their way back."""
+    if rounds:
+        yield ops.GatherWhole(0)
+    for i in range(rounds):
+        yield ops.AwaitWhole(i)
+        if i + 1 < rounds:
+            yield ops.GatherWhole(i + 1)
+        yield ops.ComputeWhole(i)
+        yield ops.ScatterWhole(i)
+        if i:
+            yield ops.AwaitScatter(i - 1)
+    if rounds:
+        yield ops.AwaitScatter(rounds - 1)
 
 
 def _gradient_spans(units: Mapping[str, UnitFacts]) -> dict[str, tuple[int, int]]:

@@ -359,6 +359,14 @@ class _Own:
                 yield self._launch("all_reduce", axes, axes, at)
             case ops.AwaitSums(axes):
                 yield from self._wait("all_reduce", axes)
+            case ops.GatherWhole(number):
+                yield self._launch("all_to_all", "whole tensors", f"gradients {number}", at)
+            case ops.AwaitWhole(number):
+                yield from self._wait("all_to_all", f"gradients {number}")
+            case ops.ScatterWhole(number):
+                yield self._launch("all_to_all", "whole tensors", f"directions {number}", at)
+            case ops.AwaitScatter(number):
+                yield from self._wait("all_to_all", f"directions {number}")
             case ops.FinishSends():
                 yield from map(Wait, self.leaving)
             case ops.CountTokens():

@@ -187,8 +187,52 @@ class GatherStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare:
+    """Begin the update: get the factor of clipping, and prepare the gradients of whole tensors for their owners."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherWhole:
+    """Launch the exchange that brings the gradients of some whole tensors to their owners.
+
+    Attributes:
+        round: the number of the round of these tensors.
+    """
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitWhole:
+    """Wait for the gradients of the round's tensors that this rank owns."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeWhole:
+    """Compute the directions of the round's tensors that this rank owns."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterWhole:
+    """Launch the exchange that brings the directions of the round's tensors to the shards."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitScatter:
+    """Wait for the directions of the round's tensors. They replace the gradients of this rank's shards."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
-    """Clip the gradient, and update the weights and the optimizer state."""
+    """Update the weights and the optimizer state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +248,8 @@ class Report:
 Op = (
     Run | Receive | Accept | Send | Hand | Gather | Await | Free | Open | Close | Reduce | Collect | Sum | AwaitSums
     | SumTPReplicas | SumTied | Offer | FinishSends | CountTokens | AwaitTokens | SumLoads | AwaitLoads
-    | CheckCapacity | GatherStats | Update | UpdateBiases | Report
+    | CheckCapacity | GatherStats | Prepare | GatherWhole | AwaitWhole | ComputeWhole | ScatterWhole | AwaitScatter
+    | Update | UpdateBiases | Report
 )  # fmt: skip
 
 

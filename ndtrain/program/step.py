@@ -14,11 +14,14 @@ import torch
 
 from ndtrain.config import Config, ModelConfig, RecomputeConfig
 from ndtrain.config.schema import resolved
+from ndtrain.mesh.mesh import MeshSpec
+from ndtrain.mesh.sharding import FlatLayout
 from ndtrain.model import Segment, Transformer
 from ndtrain.model.transformer import BLOCKS
 from ndtrain.parallel.balance import looks_ahead
-from ndtrain.parallel.build import linear_in_graph, state_plan
+from ndtrain.parallel.build import linear_in_graph, owner_rounds, state_plan
 from ndtrain.parallel.distribution import Distribution
+from ndtrain.parallel.owners import Round
 from ndtrain.parallel.pp import Placement
 from ndtrain.parallel.recompute import NOTHING, RecomputeGroup, RecomputeOps, plan_recompute, skipped_ops
 from ndtrain.parallel.unit import StatePlan
@@ -42,6 +45,7 @@ class RankPlan:
         program: the program of the step.
         look_ahead: the program of a forward of all blocks before the step (`looks_ahead`); None if there is none.
         skipped_ops: for each block, the ops that its recompute skips; None if it is not recomputed.
+        rounds: the rounds of the owners of whole tensors.
     """
 
     units: tuple[str, ...]
@@ -50,6 +54,7 @@ class RankPlan:
     program: RankProgram
     look_ahead: RankProgram | None
     skipped_ops: list[frozenset[str] | None]
+    rounds: Sequence[Round] = ()
 
     @cached_property
     def passes(self) -> Counter[Variant]:
@@ -111,12 +116,12 @@ class StepProgram:
         """
         distribution = Distribution.of(cfg)
         placement, layouts = distribution.placement, distribution.layouts(0)
-        plan = replace(state_plan(cfg), sharded_spec=True)  # ranks that own whole tensors hold about the same amount
+        plan = state_plan(cfg)
         flat = layouts.flat(filter(layouts.is_along_ep, layouts.names()))
         units = {name: UnitFacts.of(f, plan) for name, f in flat.items()}
         in_graph = compiled and linear_in_graph(distribution, cfg.recompute)
         ahead = forwards(placement.schedule) if looks_ahead(cfg.model, cfg.moe) else None
-        ranks = _shared(_Ranks(cfg, placement, units, in_graph, device == "cuda", ahead))
+        ranks = _shared(_Ranks(cfg, placement, flat, units, in_graph, device == "cuda", ahead))
         return cls(placement.schedule, ranks.look_ahead, plan, units, ranks)
 
 
@@ -148,6 +153,7 @@ class _Ranks(Sequence[RankPlan]):
 
     cfg: Config
     placement: Placement
+    flat: dict[str, FlatLayout]
     units: dict[str, UnitFacts]
     in_graph: bool
     in_place: bool
@@ -191,6 +197,7 @@ class _Ranks(Sequence[RankPlan]):
         saved = sorted(RecomputeOps.of(self.cfg.model, self.cfg.mesh).always)
         ahead = self.look_ahead is not None
         how = self.in_graph, self.in_place, ahead, self.experts, self.offers
+        how += (self.cfg.optim, self.cfg.mesh) if state_plan(self.cfg).whole is not None else ()
         return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, how))
 
     def __eq__(self, other: object) -> bool:
@@ -247,7 +254,8 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
             build_program(ahead, rank, Holdings(headless, units, (), step.in_place, step.experts)), layers, ops
         )
         unsharded = before.unsharded
-    holdings = Holdings(layers, units, groups, step.in_place, step.experts, step.offers)
+    rounds = owner_rounds(step.cfg.optim, MeshSpec.of(step.cfg.mesh), 0, {name: step.flat[name] for name in units})
+    holdings = Holdings(layers, units, groups, step.in_place, step.experts, step.offers, len(rounds))
     program = build_program(schedule, rank, holdings, unsharded)
     blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]
     return RankPlan(
@@ -257,6 +265,7 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
         program,
         before,
         skipped_ops(blocks, groups, step.in_graph),
+        rounds,
     )
 
 

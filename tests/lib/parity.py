@@ -124,14 +124,14 @@ def rank_run(
     initialise(stages, cfg.run.seed)
     step = TrainingStep(cfg, mesh, stages)
     run, pieces = Run(), []
-    update = step.optimizer.step
+    begin = step.optimizer.begin
 
     def keep_first_gradient(number, lr, norm):
         if number == 1:
             pieces.extend(owned(stages, "gradient", lambda u: u.grad))
-        update(number, lr, norm)
+        begin(number, lr, norm)
 
-    step.optimizer.step = keep_first_gradient
+    step.optimizer.begin = keep_first_gradient
     for number in range(1, cfg.train.steps + 1):
         batches = make_batches(cfg, mesh, number, mask)
         with compared(step):
@@ -145,7 +145,7 @@ def rank_run(
 
 def rank_state(stages, kinds: Sequence[tuple[str, str]] = KINDS) -> list[tuple]:
     """The runs of weights and moments that this rank holds, as in `rank_run`."""
-    state = [p for kind, part in kinds for p in owned(stages, kind, lambda u, part=part: u.buffer(part))]
+    state = [p for kind, buffer in kinds for p in owned_buffer(stages, kind, buffer)]
     biases = zip(stages.balance.layers, stages.balance.bias_LX.clone(), strict=True)
     return state + [("bias", f"layer {i}", b.shape, 0, b) for i, b in biases]
 
@@ -156,6 +156,17 @@ def owned(stages, kind, part):
             for run in runs:
                 values = part(unit)[run.local_start : run.local_start + run.length].clone()
                 yield kind, tensor.name, tensor.shape, run.global_start, values
+
+
+def owned_buffer(stages, kind: str, buffer: str):
+    """As `owned`, of the tensors that have this buffer."""
+    for unit in stages.units.units.values():
+        held = unit.held.get(buffer, slice(0, unit.master.numel()))
+        for tensor, runs in unit.layout.runs(*unit.layout.own):
+            for run in runs:
+                if held.start <= run.local_start and run.local_start + run.length <= held.stop:
+                    values = unit.part(buffer, run.local_start, run.length).clone()
+                    yield kind, tensor.name, tensor.shape, run.global_start, values
 
 
 def train(n: int, overrides: list[str], mask: str = "none") -> Run:

@@ -84,14 +84,14 @@ class _Planned:
             posts = [self._message("receive", source) for _, source in turn.posts] if turn and first else []
             if isinstance(op, ops.Run):
                 assert made[: len(posts)] == posts, f"op {index}, the posts of {op}: {made}"
-            elif isinstance(op, ops.Update) and self.units.whole_tensors is not None:
-                pass  # its messages carry whole tensors to their owners and back
             elif isinstance(op, ops.SumTPReplicas):
                 self._check_tp_replicas(index, op, made)
             elif isinstance(op, ops.FinishSends):  # sends that have ended are not waited for
                 assert all(event[:2] == ("wait", "send") for event in made), f"op {index}, {op}: {made}"
             else:
                 expected = [e for e in (*posts, *self._events(op, turn)) if len(e.ranks) > 1]
+                if isinstance(op, ops.AwaitWhole | ops.AwaitScatter) and not made:
+                    expected = []  # the rank takes no part in the exchange
                 assert made == expected, f"op {index}, {op}: launched {made}, expected {expected}"
         assert not ran, f"launched outside of the program: {ran}"
 
@@ -108,6 +108,10 @@ class _Planned:
                 yield self.sums[axes][-1]
             case ops.AwaitSums(axes):
                 yield from (event._replace(kind="wait") for event in self.sums.pop(axes))
+            case ops.GatherWhole(number) | ops.AwaitWhole(number):
+                yield self._of_round(number, isinstance(op, ops.GatherWhole), copies=False)
+            case ops.ScatterWhole(number) | ops.AwaitScatter(number):
+                yield self._of_round(number, isinstance(op, ops.ScatterWhole), copies=True)
             case ops.SumTied(unit):
                 first, *_, last = self.pipeline.schedule.rank_of
                 launch = self._to("shift", first + last - self.pipeline.rank, self.facts[unit].shard * master)
@@ -139,6 +143,19 @@ class _Planned:
                 yield from (event, event._replace(kind="wait"))
             case ops.Report():
                 yield self._over(AXES, "all_reduce", NUMBER)
+
+    def _of_round(self, number: int, launched: bool, copies: bool) -> Event:
+        """The exchange with the owners of whole tensors.
+
+        Args:
+            copies: True if all ranks that hold an element receive it.
+        """
+        round_, layouts = self.units.owners.rounds[number], self.step.stages.layouts
+        names = [name for batch in round_.batches.values() for name in batch.names]
+        held = lambda name: layouts.groups(name).replicas * layouts[name].tp_replicas if copies else 1
+        nbytes = sum(layouts[name].numel * held(name) for name in names) * self.plan.sent.itemsize
+        event = self._over(round_.axes, "all_to_all", nbytes)
+        return event if launched else event._replace(kind="wait")
 
     def _check_tp_replicas(self, index: int, op: ops.SumTPReplicas, made: Sequence[Event]) -> None:
         launched = [event for event in made if event.kind == "launch"]

@@ -84,7 +84,7 @@ def run_of(overrides: list[str]) -> tuple[Run, list[tuple]]:
         TrainingStep.__init__ = keeping
         run, pieces = rank_run(overrides, "uneven", kinds=(("weight", "master"),))
         (stages,) = made
-    for tensor in stages.units.whole_tensors.tensors:
+    for tensor in stages.units.owners.owned:
         for name, state in tensor.state.items():
             if state.numel():
                 pieces.append((name, tensor.name, tuple(state.shape), 0, state.flatten().clone()))

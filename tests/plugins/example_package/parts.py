@@ -18,7 +18,7 @@ from ndtrain.model.attention import AttentionMod
 from ndtrain.model.block import Block, Weights
 from ndtrain.model.families import Family
 from ndtrain.model.spec import OpSpec
-from ndtrain.optim import OptimTensor, PerTensorOptimizer, StateSpec
+from ndtrain.optim import StateSpec, Update, WholeTensorOptimizer, WholeTensors
 from ndtrain.plugins import (
     register_attention_mod,
     register_callback,
@@ -97,29 +97,30 @@ class FactoredConfig(OptimConfig):
 
 
 @register_optimizer("factored", config=FactoredConfig)
-class Factored(PerTensorOptimizer):
+class Factored(WholeTensorOptimizer):
     """The second moment of a matrix as one number a row and one a column (Adafactor: Shazeer and Stern, 2018,
     arXiv:1804.04235); of a vector, one number an element."""
 
-    whole_tensors = True
+    cfg: FactoredConfig
 
     @classmethod
     def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:
         return StateSpec("row", shape=lambda shape: shape[:1]), StateSpec("column", shape=lambda shape: shape[1:])
 
-    def update(self, tensor: OptimTensor, lr: float, step: int) -> None:
-        squares, beta = tensor.grad.square() + 1e-30, self.cfg.beta
-        row, column = tensor.state["row"], tensor.state["column"]
-        if tensor.weight.ndim == 1:
+    def direction(self, whole: WholeTensors, update: Update) -> Tensor:
+        row, column = whole.state["row"], whole.state["column"]
+        if update.found_inf.item():
+            return torch.zeros_like(whole.grads)
+        squares, beta = whole.grads.square() + 1e-30, self.cfg.beta
+        if whole.grads.ndim == 2:  # vectors
             row.lerp_(squares, 1 - beta)
             second = row
         else:
-            row.lerp_(squares.mean(1), 1 - beta)
-            column.lerp_(squares.mean(0), 1 - beta)
-            second = row[:, None] * column / row.mean()
-        corrected = second / (1 - beta**step)
-        tensor.weight.mul_(1 - lr * tensor.weight_decay)
-        tensor.weight.sub_(lr * tensor.grad / (corrected.sqrt() + self.cfg.eps))
+            row.lerp_(squares.mean(2), 1 - beta)
+            column.lerp_(squares.mean(1), 1 - beta)
+            second = row[:, :, None] * column[:, None] / row.mean(1)[:, None, None]
+        corrected = second / (1 - beta ** (update.made + 1))
+        return whole.grads / (corrected.sqrt() + self.cfg.eps)
 
 
 @register_lr_schedule("staircase")

@@ -1,0 +1,163 @@
+"""Muon on meshes, against one process with `torch.optim.Muon`."""
+
+from functools import cache
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+
+from ndtrain.config import load_config, resolve
+from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.model import Transformer, params
+from ndtrain.model.init import fill
+from ndtrain.model.transformer import hidden_matrices
+from ndtrain.model.vocabulary import IGNORE
+from ndtrain.optim import learning_rate
+from ndtrain.optim.newton_schulz import flops_of, orthogonalise
+from tests.lib.parity import FP64, assemble, distance, make_batches, rank_run
+from tests.lib.ranks import run_ranks
+
+STEPS = 5
+MODEL = [
+    "model.vocab_size=101", "model.hidden_size=32", "model.intermediate_size=48", "model.num_attention_heads=8",
+    "model.num_key_value_heads=2", "model.initializer_range=0.3", "train.seq_len=16", "train.loss_chunk=10",
+    "train.global_batch=8", f"train.steps={STEPS}", "optim.lr=1e-2", "optim.adamw_lr=3e-3", "optim.clip=0.5",
+    "optim.lr_mult={*.down_proj.weight:4,*norm.weight:2}", "optim.wd_mult={*.q_proj.weight:3}",
+]  # fmt: skip
+MUON = ["optim=muon", *MODEL, *FP64, "optim.ns_dtype=fp64"]
+AXES = ("pp", "dp", "fsdp", "cp", "tp")
+KINDS = (("weight", "master"), ("momentum", "momentum_buffer"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
+
+
+def factorisations(ranks: int) -> list[tuple[int, ...]]:
+    sizes = [n for n in (1, 2, 4, 8) if n <= ranks]
+    return [f for f in product(sizes, repeat=len(AXES)) if prod(f) == ranks]
+
+
+def overrides_of(mesh: tuple[int, ...]) -> list[str]:
+    """A mesh, with the zero stage, ties and learning-rate rule taking turns, and as many layers as the stages need."""
+    turn = sum(i * n for i, n in enumerate(mesh))
+    pp, dp, fsdp, cp, tp = mesh
+    tied = turn % 2 == 0
+    return [
+        *(f"mesh.{axis}={n}" for axis, n in zip(AXES, mesh, strict=True) if n > 1),
+        f"mesh.zero={1 + turn % 3}", f"model.tie_word_embeddings={str(tied).lower()}",
+        f"model.num_hidden_layers={max(2, pp)}", f"optim.adjust={('match_rms_adamw', 'original')[turn % 2]}",
+        f"train.micro_batch={1 if pp > 1 else 8 // (dp * fsdp)}",
+    ]  # fmt: skip
+
+
+def muon_run(overrides: list[str], kinds=KINDS):
+    return rank_run(overrides, "uneven", kinds=kinds)
+
+
+@cache
+def reference(overrides: tuple[str, ...]) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights and state after the steps of the plain model with autograd, clipping, `torch.optim.Muon` and AdamW. The
+    Newton-Schulz iteration of `torch.optim.Muon` runs in fp64."""
+    cfg = resolve(load_config([*MUON, *overrides, "train.micro_batch=8"]), 1)
+    mesh, o = Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")), cfg.optim
+    model, table = Transformer(cfg.model).double(), params(cfg.model)
+    named = dict(model.named_parameters())
+    for name, p in named.items():
+        fill(p.data.view(-1), cfg.model, cfg.run.seed, table[name], 0)
+    hidden = hidden_matrices(cfg.model, table.values())
+    lr_mult = lambda name: 2 if "norm" in name else 4 if "down_proj" in name else 1
+    decay = lambda name: o.weight_decay * (0 if named[name].ndim < 2 else 3 if "q_proj" in name else 1)
+    of = lambda names: [
+        {"params": [named[n]], "factor": lr_mult(n), "weight_decay": decay(n)} for n in named if n in names
+    ]
+    muon = torch.optim.Muon(of(hidden), lr=o.lr, momentum=o.momentum, ns_steps=5, adjust_lr_fn=o.adjust)
+    adamw = torch.optim.AdamW(of(named.keys() - hidden), lr=o.adamw_lr, betas=tuple(o.betas), eps=o.eps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        for step in range(1, STEPS + 1):
+            (batch,) = make_batches(cfg, mesh, step, "uneven")
+            loss = model(batch.tokens, batch.labels) / (batch.labels != IGNORE).sum()
+            model.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip)
+            part = learning_rate(o, step, cfg.train.steps) / o.lr
+            for optimizer, peak in ((muon, o.lr), (adamw, o.adamw_lr)):
+                for group in optimizer.param_groups:
+                    group["lr"] = group["factor"] * part * peak
+                optimizer.step()
+    state = {"weight": {n: p.data for n, p in named.items()}, "momentum": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    for name, p in named.items():
+        if name in hidden:
+            state["momentum"][name] = muon.state[p]["momentum_buffer"]
+        else:
+            state["exp_avg"][name], state["exp_avg_sq"][name] = (adamw.state[p][k] for k in ("exp_avg", "exp_avg_sq"))
+    return state
+
+
+def check(got, want: dict[str, dict[str, torch.Tensor]], bound: float = 1e-9) -> None:
+    assert set(got.tensors) - {"gradient", "bias"} == set(want)
+    for kind, tensors in want.items():
+        assert got.tensors[kind].keys() == tensors.keys()
+        off = {name: distance(got.tensors[kind][name], tensor) for name, tensor in tensors.items()}
+        worst = max(off, key=off.get)
+        assert off[worst] <= bound, f"{kind} of {worst} is off by {off[worst]:.2e}"
+
+
+SAMPLED = ((1, 2, 2, 1, 1), (2, 1, 1, 1, 4))
+MESHES = [
+    pytest.param(mesh, marks=() if mesh in SAMPLED else pytest.mark.full, id="x".join(map(str, mesh)))
+    for ranks in (1, 2, 4, 8)
+    for mesh in factorisations(ranks)
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_weights_and_state_equal_torch_muon_in_one_process(mesh):
+    """After five steps, on a mesh `pp x dp x fsdp x cp x tp`."""
+    overrides = overrides_of(mesh)
+    same = tuple(o for o in overrides if o.startswith(("model.", "optim.")))
+    got = assemble(run_ranks(muon_run, prod(mesh), [*MUON, *overrides], timeout=300))
+    check(got, reference(same))
+
+
+SHAPES = ((64, 128), (128, 64), (96, 96))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_classic_iteration_has_the_bits_of_torch_muon(shape):
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    theirs = _zeropower_via_newtonschulz(x.clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    assert torch.equal(orthogonalise(x.bfloat16()[None], "classic", 5)[0], theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ns", ["classic", "polar_express", "gram"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_result_has_singular_vectors_of_the_matrix_and_singular_values_near_one(shape, ns, dtype):
+    x = torch.randn((3, *shape), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    got = orthogonalise(x.to(dtype), ns, 5 if ns == "classic" else 8).double()
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    inner = u.mT @ got @ v.mT
+    values = inner.diagonal(dim1=1, dim2=2)
+    low, high = (0.3, 1.25) if ns == "classic" else (0.98, 1.02)
+    assert low < values.min() and values.max() < high
+    off = (inner - torch.diag_embed(values)).abs().max()
+    assert off < (1e-12 if dtype == torch.float64 else 0.02)
+
+
+def test_gram_iteration_computes_the_same_polynomials():
+    x = torch.randn((2, 24, 80), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    torch.testing.assert_close(
+        orthogonalise(x.clone(), "gram", 5), orthogonalise(x.clone(), "polar_express", 5), rtol=1e-12, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("ns", ["classic", "polar_express", "gram"])
+@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (48, 48)])
+@pytest.mark.parametrize("steps", [1, 2, 5, 8])
+def test_flops_are_those_of_the_products(ns, shape, steps):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        orthogonalise(torch.randn(1, *shape), ns, steps)
+    assert counter.get_total_flops() == flops_of(ns, steps, shape)
