@@ -96,7 +96,8 @@ def rank_updates(overrides: list[str]) -> tuple[Run, list[tuple]]:
                     drawn = standard_normal(step, t.name, r.global_start, r.length)
                     unit.grad[r.local_start : r.local_start + r.length] = drawn
         before, fine = rank_state(stages), step != 2
-        optimizer.step(step, 1e-2, GradStats(torch.tensor(1.0), torch.tensor(2.0).double(), torch.tensor(fine)))
+        optimizer.begin(step, 1e-2, GradStats(torch.tensor(1.0), torch.tensor(2.0).double(), torch.tensor(fine)))
+        optimizer.finish()
         same = [torch.equal(old[-1], new[-1]) for old, new in zip(before, rank_state(stages), strict=True)]
         assert not any(same) if fine else all(same), "a step that was skipped changes nothing"
     return Run(), rank_state(stages)

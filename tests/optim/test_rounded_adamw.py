@@ -176,7 +176,8 @@ def test_update_calls_are_at_most_two_per_unit(compiled, monkeypatch):
     calls = []
     monkeypatch.setattr(rounded_adamw, "compiled_update", lambda: lambda *args: calls.append(args[0].numel()))
     optimizer = TrainingStep(cfg, mesh, stages).optimizer
-    optimizer.step(1, 1e-2, GradStats(torch.tensor(1.0), torch.tensor(2.0).double(), torch.tensor(True)))
+    optimizer.begin(1, 1e-2, GradStats(torch.tensor(1.0), torch.tensor(2.0).double(), torch.tensor(True)))
+    optimizer.finish()
     units = stages.units.units.values()
     assert sum(calls) == sum(t.local_numel for u in units for t in u.layout.tensors)
     assert len(calls) <= 2 * len(units)

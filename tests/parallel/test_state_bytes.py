@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ndtrain.mesh.sharding import Tensors
 from ndtrain.optim import StateSpec
 from ndtrain.parallel.unit import StatePlan, state_bytes
 
@@ -49,6 +50,12 @@ def test_state_bytes_of_indivisible_length_are_padded():
     assert state_bytes(plan, 4, 10) == state_bytes(plan, 4, 12) and state_bytes(plan, 4, 10).on_device == 16 * 3
 
 
-def test_state_bytes_of_unsharded_state_are_divided_over_owners():
-    plan = StatePlan(1, BF16, FP32, ADAM, sharded_spec=False)
-    assert state_bytes(plan, 4, 1000).sharded == 4 * 250
+def test_state_bytes_count_each_state_for_its_tensors():
+    of = lambda *tensors: StatePlan(1, BF16, FP32, tuple(StateSpec(t.name, tensors=t) for t in tensors))
+    sharded = lambda *tensors: state_bytes(of(*tensors), 4, 1000, hidden=190).sharded // 4 - 250
+    assert [sharded(Tensors.HIDDEN), sharded(Tensors.OTHER), sharded(*Tensors)] == [190, 60, 500]
+
+
+def test_state_of_whole_tensors_is_not_sharded():
+    spec = StateSpec("row", shape=lambda shape: shape[:1])
+    assert state_bytes(StatePlan(1, BF16, FP32, (spec,)), 4, 1000).sharded == 4 * 250
