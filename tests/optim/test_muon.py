@@ -118,6 +118,38 @@ def test_weights_and_state_equal_torch_muon_in_one_process(mesh):
     check(got, reference(same))
 
 
+EXPERTS = [
+    "model.model_type=qwen2_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=20", "model.mlp_only_layers=[1]", "model.shared_expert_intermediate_size=24",
+    "model.num_hidden_layers=3", "moe.balance=none",
+]  # fmt: skip
+EP_MESHES = {
+    "fsdp2 ep2": ["mesh.fsdp=2", "mesh.ep=2"],
+    "dp2 cp2 ep4": ["mesh.dp=2", "mesh.cp=2", "mesh.ep=4"],
+    "fsdp2 tp2 ep2 slices": ["mesh.fsdp=2", "mesh.tp=2", "mesh.ep=2", "layout.rules.expert_mlp=tp"],
+    "dp2 fsdp4 ep2": ["mesh.dp=2", "mesh.fsdp=4", "mesh.ep=2", "mesh.zero=1"],
+    "pp2 fsdp2 tp2 ep2": ["mesh.pp=2", "mesh.fsdp=2", "mesh.tp=2", "mesh.ep=2", "mesh.zero=2"],
+}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[pytest.mark.full] * (m != "fsdp2 tp2 ep2 slices")) for m in EP_MESHES]
+)
+def test_experts_equal_torch_muon_in_one_process(mesh):
+    """Each expert's matrices have one owner among the ranks that share them. Neither routers nor the gate of the shared
+    expert are orthogonalised."""
+    sizes = EP_MESHES[mesh]
+    ranks = prod(
+        int(o.partition("=")[2]) for o in sizes if o.startswith("mesh.") and "ep=" not in o and "zero" not in o
+    )
+    got = assemble(run_ranks(muon_run, ranks, [*MUON, *EXPERTS, *sizes, "train.micro_batch=1"], timeout=300))
+    want = reference(tuple(EXPERTS))
+    assert sum(".experts." in name for name in want["momentum"]) == 48 and not any(
+        "gate.w" in n for n in want["momentum"]
+    )
+    check(got, want)
+
+
 SHAPES = ((64, 128), (128, 64), (96, 96))
 
 
