@@ -69,9 +69,9 @@ class Muon(WholeTensorOptimizer):
         made = 1 - update.found_inf.double()
         new, decay = (1 - self.cfg.momentum) * made, self.cfg.momentum * made  # 0: nothing changes
         for t in tensors:
-            t.grad.masked_fill_(update.found_inf.bool(), 0)
             if update.grad_scale is not None:
                 t.grad.div_(update.grad_scale.to(t.grad.dtype))
+            t.grad.masked_fill_(update.found_inf.bool(), 0)
             momentum, rates = t.state["momentum_buffer"], (new.to(t.grad.dtype), decay.to(t.grad.dtype))
             if momentum.dtype == t.grad.dtype:
                 _nesterov(t.grad, momentum, *rates)

@@ -7,15 +7,20 @@ from math import prod
 import pytest
 import torch
 
-from ndtrain.config import load_config, resolve
+from ndtrain.config import load_config, resolve, world_from_env
+from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import Transformer, params
-from ndtrain.model.init import fill
+from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import hidden_matrices
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.optim import learning_rate
 from ndtrain.optim.newton_schulz import flops_of, orthogonalise
-from tests.lib.parity import FP64, assemble, distance, make_batches, rank_run
+from ndtrain.parallel.build import build_stages, initialise
+from ndtrain.parallel.grad_stats import GradStats
+from ndtrain.program import ops
+from ndtrain.program.build import whole_tensors
+from tests.lib.parity import FP64, Run, assemble, distance, make_batches, rank_run, rank_state
 from tests.lib.ranks import run_ranks
 
 STEPS = 5
@@ -148,6 +153,60 @@ def test_experts_equal_torch_muon_in_one_process(mesh):
         "gate.w" in n for n in want["momentum"]
     )
     check(got, want)
+
+
+def rank_updates(overrides: list[str]):
+    """On one rank: three updates, one of them skipped, from gradients that depend on step and element alone."""
+    rank, _, world = world_from_env()
+    cfg = resolve(load_config(["optim=muon", *MODEL, *overrides]), world)
+    mesh = Mesh(MeshSpec.of(cfg.mesh), rank, torch.device("cpu"))
+    stages = build_stages(cfg, mesh)
+    initialise(stages, cfg.run.seed)
+    step = TrainingStep(cfg, mesh, stages)
+    kinds = [*KINDS, *[("average", "ema")] * (cfg.optim.ema is not None)]
+    for number in (1, 2, 3):
+        for unit in stages.units.units.values():
+            for t, runs in unit.layout.runs(*unit.layout.own):
+                for r in runs:
+                    drawn = standard_normal(number, t.name, r.global_start, r.length)
+                    unit.grad[r.local_start : r.local_start + r.length] = drawn
+                    if number == 2:
+                        unit.grad[r.local_start] = float("nan")
+        before, fine = rank_state(stages, kinds), number != 2
+        norm = torch.tensor(2.0 if fine else float("nan")).double()
+        step.optimizer.begin(number, 1e-2, GradStats(torch.tensor(1.0), norm, torch.tensor(fine)))
+        for op in whole_tensors(step.executor.holdings.rounds):
+            if isinstance(op, ops.ComputeWhole):
+                step.optimizer.compute(op.round)
+            step.executor.run_op(op)
+        step.optimizer.finish()
+        same = [torch.equal(old[-1], new[-1]) for old, new in zip(before, rank_state(stages, kinds), strict=True)]
+        assert not any(same) if fine else all(same), "a step that was skipped changes nothing"
+    return Run(), rank_state(stages, kinds)
+
+
+UPDATES = {  # the changes apply to one process too, except those of the mesh and offload
+    "fsdp2": (2, ["mesh.fsdp=2"]),
+    "tp2": (2, ["mesh.tp=2", "optim.ema=0.9"]),
+    "dp2 zero1 bf16": (2, ["mesh.dp=2", "mesh.zero=1", "optim.state_dtype=bf16"]),
+    "dp2 fsdp2 tp2 bf16": (8, ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "optim.state_dtype=bf16"]),
+    "fsdp2 offload": (2, ["mesh.fsdp=2", "optim.offload=true", "optim.ema=0.9"]),
+    "fsdp2 cp2 offload bf16": (4, ["mesh.fsdp=2", "mesh.cp=2", "optim.offload=true", "optim.state_dtype=bf16"]),
+    "pp2 gram": (2, ["mesh.pp=2", "optim.ns=gram"]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "fsdp2 offload" else pytest.param(n, marks=pytest.mark.full) for n in UPDATES]
+)
+def test_update_is_bitwise_equal_on_any_mesh(name):
+    """With bf16 in the iteration, fp32 weights, and momentum in fp32 or rounded to bf16."""
+    ranks, overrides = UPDATES[name]
+    same = [o for o in overrides if not o.startswith("mesh.") and "offload" not in o]
+    one, got = (assemble(run_ranks(rank_updates, n, of)) for n, of in ((1, same), (ranks, overrides)))
+    for kind, tensors in one.tensors.items():
+        for tensor, expected in tensors.items():
+            assert torch.equal(got.tensors[kind][tensor], expected), f"{kind} of {tensor}"
 
 
 SHAPES = ((64, 128), (128, 64), (96, 96))
