@@ -28,6 +28,7 @@ from ndtrain.optim.rounding import rounded
 from ndtrain.plugins import register_optimizer
 
 NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+SQUARES = "row_squares"  # the state of NorMuon: the average of the mean square of each row of the direction
 _CHUNK = 1 << 22  # elements whose rounding needs memory at one time
 
 
@@ -50,7 +51,9 @@ class Muon(WholeTensorOptimizer):
     def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:
         dtype = STATE_DTYPES[cfg.state_dtype]
         moments = (replace(spec, tensors=Tensors.OTHER) for spec in AdamW.state_spec(cfg))
-        return StateSpec("momentum_buffer", dtype, tensors=Tensors.HIDDEN), *moments
+        squares = StateSpec(SQUARES, shape=lambda shape: shape[:1], tensors=Tensors.HIDDEN)
+        squares = [squares] * (cfg.normalize == "neurons")
+        return StateSpec("momentum_buffer", dtype, tensors=Tensors.HIDDEN), *squares, *moments
 
     @classmethod
     def kind_of(cls, tensor: TensorLayout) -> Tensors:
@@ -61,8 +64,9 @@ class Muon(WholeTensorOptimizer):
         return NS_DTYPES[cfg.ns_dtype]
 
     @classmethod
-    def flops(cls, cfg: OptimConfig, shape: Shape) -> float:
-        return flops_of(cfg.ns, cfg.ns_steps, shape)
+    def flops(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
+        shape = _block(cfg, tensor.shape, tensor.dims[0].width)
+        return tensor.numel / math.prod(shape) * flops_of(cfg.ns, cfg.ns_steps, shape)
 
     def prepare(self, tensors: Sequence[OptimTensor], update: Update) -> None:
         """Add the gradients to the momentum, and leave in them what is to be orthogonalised."""
@@ -82,7 +86,24 @@ class Muon(WholeTensorOptimizer):
                 momentum[piece.at] = rounded(wide, piece, update.step)
 
     def direction(self, whole: WholeTensors, update: Update) -> Tensor:
-        return orthogonalise(whole.grads, self.cfg.ns, self.cfg.ns_steps)
+        blocks = whole.grads.view(-1, *_block(self.cfg, whole.grads.shape[1:], whole.rows))
+        directions = orthogonalise(blocks, self.cfg.ns, self.cfg.ns_steps)
+        if self.cfg.normalize == "neurons":
+            self._normalise(directions, whole.state[SQUARES].view(*directions.shape[:2]), update)
+        return directions.reshape(whole.grads.shape)
+
+    def _normalise(self, directions: Tensor, squares: Tensor, update: Update) -> None:
+        """Divide each row by the root of a moving average of its mean square, and give each matrix the norm of an
+        orthogonal one (NorMuon: Li et al., 2025, arXiv:2510.05491, algorithm 1).
+
+        Args:
+            directions: [k, A, B]. squares: [k, A].
+        """
+        rate = (1 - self.cfg.betas[1]) * (1 - update.found_inf)
+        squares.lerp_(directions.to(squares.dtype).square().mean(-1), rate.to(squares))
+        directions.div_(squares.sqrt().add_(self.cfg.eps)[..., None])
+        norm = torch.linalg.vector_norm(directions, dim=(1, 2), keepdim=True, dtype=squares.dtype)
+        directions.mul_(math.sqrt(min(directions.shape[1:])) / norm.clamp(min=self.cfg.eps))
 
     def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:
         hidden = [t for t in tensors if t.hidden]
@@ -98,17 +119,26 @@ class Muon(WholeTensorOptimizer):
         alike: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for t in tensors:
             for piece in t.slices:
-                rate = lr * t.lr_mult * self._adjusted(piece.tensor.shape)
+                rate = lr * t.lr_mult * self._adjusted(piece.tensor)
                 weights, directions = alike.setdefault(rate, ([], []))
                 weights.append(t.weight[piece.at])
                 directions.append(t.grad[piece.at])
         yield from ((rate, *of) for rate, of in alike.items())
 
-    def _adjusted(self, shape: Shape) -> float:
-        rows, columns = shape
+    def _adjusted(self, tensor: TensorLayout) -> float:
+        rows, columns = _block(self.cfg, tensor.shape, tensor.dims[0].width)
         if self.cfg.adjust == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _block(cfg: OptimConfig, shape: Shape, rows: int) -> Shape:
+    """Return the shape of the parts of a matrix that are orthogonalised.
+
+    Args:
+        rows: rows of one head, if the rows of the matrix are those of heads; otherwise 1.
+    """
+    return (rows, shape[1]) if cfg.split == "heads" and rows > 1 else shape
 
 
 def _nesterov(grad: Tensor, momentum: Tensor, new: Tensor, decay: Tensor) -> None:

@@ -5,7 +5,6 @@ element by element. An optimizer that needs whole tensors (`WholeTensorOptimizer
 rank, which owns the tensor.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -94,11 +93,13 @@ class WholeTensors(NamedTuple):
     Attributes:
         names: of the tensors.
         grads: what `prepare` has left in their gradients [k, *shape], in the dtype of `WholeTensorOptimizer.sent`.
+        rows: rows of one head, if the rows are those of heads; otherwise 1.
         state: name -> states of another shape than the tensors' [k, *shape of the state].
     """
 
     names: tuple[str, ...]
     grads: Tensor
+    rows: int
     state: dict[str, Tensor]
 
 
@@ -186,9 +187,9 @@ class WholeTensorOptimizer(Optimizer):
         return master
 
     @classmethod
-    def flops(cls, cfg: OptimConfig, shape: Shape) -> float:
+    def flops(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
         """Return the FLOPs of a direction. Tensors are distributed over owners so that all have about as many."""
-        return float(math.prod(shape))
+        return float(tensor.numel)
 
     def prepare(self, tensors: Sequence[OptimTensor], update: Update) -> None:
         """Prepare the gradients of whole tensors: here, divide them by `update.grad_scale`."""

@@ -96,7 +96,7 @@ def owner_rounds(cfg: OptimConfig, spec: MeshSpec, rank: int, layouts: Mapping[s
     optimizer = get("optimizer", cfg.name)
     if not issubclass(optimizer, WholeTensorOptimizer):
         return []
-    return plan_rounds(spec, rank, layouts, optimizer.whole, lambda shape: optimizer.flops(cfg, shape))
+    return plan_rounds(spec, rank, layouts, optimizer.whole, lambda tensor: optimizer.flops(cfg, tensor))
 
 
 def _make_process_groups(layouts: Layouts, mesh: Mesh, plan: StatePlan) -> None:

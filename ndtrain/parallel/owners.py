@@ -13,16 +13,21 @@ from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, TensorLayout, Tensors, UnitGroups
 
 Shape = tuple[int, ...]
-Cost = Callable[[Shape], float]
+Cost = Callable[[TensorLayout], float]
 
 # elements of a batch of several tensors: enough for efficient products, and little memory beside a unit's weights
 BATCH = 1 << 24
 
 
 class Batch(NamedTuple):
-    """Tensors of one shape that their owner updates together: several small ones, or one of any size."""
+    """Tensors of one shape that their owner updates together: several small ones, or one of any size.
+
+    Attributes:
+        rows: rows of one head, for tensors whose rows are those of heads; otherwise 1.
+    """
 
     shape: Shape
+    rows: int
     names: tuple[str, ...]
 
     @property
@@ -59,7 +64,7 @@ def plan_rounds(
     Args:
         layouts: the rank's units.
         whole: the tensors that have an owner.
-        cost: the cost of updating a tensor of a shape.
+        cost: the cost of updating a tensor.
     """
     of_axes: dict[tuple[str, ...], list[TensorLayout]] = {}
     for layout in layouts.values():
@@ -90,22 +95,23 @@ def _assign(tensors: list[TensorLayout], costs: list[float], cost: Cost) -> tupl
     heap = [(c, i) for i, c in enumerate(costs)]
     heapify(heap)
     owner = {}
-    for t in sorted(tensors, key=lambda t: (-cost(t.shape), t.name)):
+    for t in sorted(tensors, key=lambda t: (-cost(t), t.name)):
         spent, position = heap[0]
         owner[t.name] = position
-        heapreplace(heap, (spent + cost(t.shape), position))
+        heapreplace(heap, (spent + cost(t), position))
     return owner, [spent for spent, _ in sorted(heap, key=lambda item: item[1])]
 
 
 def _rounds(axes: tuple[str, ...], tensors: list[TensorLayout], owner: Mapping[str, int], cost: Cost) -> list[Round]:
     """Return rounds in which the most expensive tensors come first."""
     queues: dict[int, list[Batch]] = {}
-    for t in sorted(tensors, key=lambda t: (-cost(t.shape), t.shape, t.name)):
+    for t in sorted(tensors, key=lambda t: (-cost(t), t.shape, t.dims[0].width, t.name)):
         queue = queues.setdefault(owner[t.name], [])
         last = queue[-1] if queue else None
-        if last and last.shape == t.shape and (len(last.names) + 1) * t.numel <= BATCH:
-            queue[-1] = Batch(t.shape, (*last.names, t.name))
+        alike = last is not None and (last.shape, last.rows) == (t.shape, t.dims[0].width)
+        if last is not None and alike and last.numel + t.numel <= BATCH:
+            queue[-1] = last._replace(names=(*last.names, t.name))
         else:
-            queue.append(Batch(t.shape, (t.name,)))
+            queue.append(Batch(t.shape, t.dims[0].width, (t.name,)))
     number = max(map(len, queues.values()), default=0)
     return [Round(axes, {i: queue[k] for i, queue in queues.items() if k < len(queue)}) for k in range(number)]

@@ -176,7 +176,9 @@ class _Exchange:
     def compute(self, direction: Direction) -> None:
         if self._batch is not None:
             shape = len(self._batch.names), *self._batch.shape
-            self._directions = direction(WholeTensors(self._batch.names, self._grads.view(shape), self._state))
+            self._directions = direction(
+                WholeTensors(self._batch.names, self._grads.view(shape), self._batch.rows, self._state)
+            )
         self._grads = self._grads.new_empty(0)
 
     def scatter(self) -> None:

@@ -14,7 +14,7 @@ from ndtrain.model import Transformer, params
 from ndtrain.model.init import fill, standard_normal
 from ndtrain.model.transformer import hidden_matrices
 from ndtrain.model.vocabulary import IGNORE
-from ndtrain.optim import learning_rate
+from ndtrain.optim import Muon, Update, WholeTensors, learning_rate
 from ndtrain.optim.newton_schulz import flops_of, orthogonalise
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.grad_stats import GradStats
@@ -185,6 +185,7 @@ def rank_updates(overrides: list[str]):
     return Run(), rank_state(stages, kinds)
 
 
+HEADS = ["optim.split=heads"]
 UPDATES = {  # the changes apply to one process too, except those of the mesh and offload
     "fsdp2": (2, ["mesh.fsdp=2"]),
     "tp2": (2, ["mesh.tp=2", "optim.ema=0.9"]),
@@ -193,6 +194,8 @@ UPDATES = {  # the changes apply to one process too, except those of the mesh an
     "fsdp2 offload": (2, ["mesh.fsdp=2", "optim.offload=true", "optim.ema=0.9"]),
     "fsdp2 cp2 offload bf16": (4, ["mesh.fsdp=2", "mesh.cp=2", "optim.offload=true", "optim.state_dtype=bf16"]),
     "pp2 gram": (2, ["mesh.pp=2", "optim.ns=gram"]),
+    "dp2 tp2 neurons": (4, ["mesh.dp=2", "mesh.tp=2", "optim.normalize=neurons"]),
+    "fsdp2 neurons of heads offload": (2, ["mesh.fsdp=2", *HEADS, "optim.normalize=neurons", "optim.offload=true"]),
 }
 
 
@@ -207,6 +210,34 @@ def test_update_is_bitwise_equal_on_any_mesh(name):
     for kind, tensors in one.tensors.items():
         for tensor, expected in tensors.items():
             assert torch.equal(got.tensors[kind][tensor], expected), f"{kind} of {tensor}"
+
+
+@pytest.mark.parametrize("more", [[], HEADS], ids=["megatron-7117", "deepspeed-8384"])
+def test_update_under_tp_is_of_whole_matrices_and_whole_heads(more):
+    """In Megatron-LM each tp rank orthogonalised its own part of a matrix, and the update was off by 26 % (#7117). In
+    DeepSpeed the heads of a part had half of their rows, and the update was off by 29 % (#8384)."""
+    one, got = (assemble(run_ranks(rank_updates, n, [f"mesh.tp={n}", *more])) for n in (1, 4))
+    for name, expected in one.tensors["weight"].items():
+        assert torch.equal(got.tensors["weight"][name], expected), name
+
+
+@pytest.mark.parametrize("normalize", ["none", "neurons"])
+def test_heads_are_orthogonalised_one_by_one(normalize):
+    cfg = load_config(["optim=muon", *HEADS, f"optim.normalize={normalize}", "optim.ns_dtype=fp64"]).optim
+    grads = torch.randn(2, 24, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    squares = torch.rand(2, 24, dtype=torch.float64)
+    zero, old = torch.zeros(()), squares.clone()
+    made = WholeTensors(("a", "b"), grads.clone(), 6, {"row_squares": squares})
+    got = Muon(cfg).direction(made, Update(1, zero, 1e-3, zero, None))
+    for i, head in product(range(2), range(4)):
+        rows = slice(6 * head, 6 * head + 6)
+        want = orthogonalise(grads[i, rows][None].clone(), "classic", 5)[0]
+        if normalize == "neurons":
+            now = 0.95 * old[i, rows] + 0.05 * want.square().mean(1)
+            assert torch.allclose(squares[i, rows], now, rtol=1e-6)
+            want = want / (now.sqrt() + cfg.eps)[:, None]
+            want *= 6**0.5 / want.norm()
+        torch.testing.assert_close(got[i, rows], want, rtol=1e-6, atol=1e-8)
 
 
 SHAPES = ((64, 128), (128, 64), (96, 96))
