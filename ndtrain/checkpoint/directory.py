@@ -86,7 +86,8 @@ def inspect(path: Path, m: ModelConfig) -> State:
     for _, problem in file_problems(path, body):
         raise damaged(path, problem)
     _check_architecture(path, m)
-    return State(body["step"], body["tokens"], body["order"], body.get("skipped") or 0, body.get("stream"))
+    later = body.get("skipped") or 0, body.get("stream"), body.get("reset_at") or 0
+    return State(body["step"], body["tokens"], body["order"], *later)
 
 
 def facts_of_files(folder: Path, large: Iterable[PlannedFile]) -> tuple[list[str], dict[str, Any]]:
@@ -195,6 +196,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
     "tokens": _is_count,
     "skipped": lambda value: value is None or _is_count(value),
+    "reset_at": lambda value: value is None or _is_count(value),
     "order": _is_object,
     "stream": lambda value: value is None or _is_object(value),
     "config": _is_object,

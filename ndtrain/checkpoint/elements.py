@@ -60,6 +60,7 @@ class State:
         order: everything that the data order depends on: corpus fingerprint, seed, seq_len, global_batch, shuffle.
         skipped: number of steps whose update was skipped, because the loss or a gradient was not finite.
         stream: the position in a streaming dataset, as JSON. None: the step is enough. Rank 0 writes its own position.
+        reset_at: the number of updates before the optimizer's state last began from zero (`optim.reset`).
     """
 
     step: int
@@ -67,6 +68,7 @@ class State:
     order: dict[str, Any]
     skipped: int = 0
     stream: dict[str, Any] | None = None
+    reset_at: int = 0
 
 
 class Part(NamedTuple):

@@ -24,10 +24,13 @@ from ndtrain.mesh.mesh import Mesh
 from ndtrain.parallel.build import Stages
 
 
-def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
+def load(path: Path, stages: Stages, mesh: Mesh, optimizer: bool = True) -> list[str]:
     """Read this rank's elements of weights, moments, average and outer weights, and verify them. Call it on every rank.
 
     It takes some megabytes of host memory, in addition to the elements themselves.
+
+    Args:
+        optimizer: False to leave the optimizer's state as it is.
 
     Returns:
         Messages for the user: if the checkpoint has no average or no outer weights, these start from the weights.
@@ -40,7 +43,8 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
     plan = stages.units.plan
     contains = lambda copy: any(name.startswith(copy[0]) for name in written)
     no_average, no_outer = plan.ema and not contains(AVERAGE), plan.outer and not all(map(contains, OUTER))
-    parts = parts_of(replace(plan, ema=plan.ema and not no_average, outer=plan.outer and not no_outer))
+    spec = plan.spec if optimizer else ()
+    parts = parts_of(replace(plan, spec=spec, ema=plan.ema and not no_average, outer=plan.outer and not no_outer))
     sums = _read(path, stages, mesh, parts, list(written))
     layouts = [stages.layouts[n] for n in stages.layouts.names()]
     tensors = {p.prefix + t.name: (p, t) for ps in parts.values() for p in ps for t in p.of(layouts)}
@@ -65,6 +69,21 @@ def load(path: Path, stages: Stages, mesh: Mesh) -> list[str]:
         stages.units.start_outer()
         notes.append(f"islands.sync: {path} contains no outer weights, so they start from the weights")
     return notes
+
+
+def has_other_state(path: Path, stages: Stages, mesh: Mesh) -> bool:
+    """Return True if a checkpoint has optimizer state of other kinds than the run. Call it on every rank.
+
+    Raises:
+        DamagedCheckpoint: on every rank, if state.json cannot be read.
+    """
+    layouts = [stages.layouts[name] for name in stages.layouts.names()]
+    parts = parts_of(replace(stages.units.plan, ema=False, outer=False))["optimizer"]
+    own = {p.prefix + t.name for p in parts for t in p.of(layouts)}
+    copies = tuple(prefix for prefix, _ in (AVERAGE, *OUTER))
+    names = {t.name for t in layouts}
+    of_state = lambda name: not name.startswith(copies) and name.partition(".")[2] in names
+    return {name for name in _written_sums(path, mesh) if of_state(name)} != own
 
 
 def _written_sums(path: Path, mesh: Mesh) -> dict[str, list[str]]:

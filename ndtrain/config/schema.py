@@ -347,6 +347,8 @@ class OptimConfig(Section):
     # dtype of the moments: fp32 | bf16 (rounded stochastically); null: as precision.params
     state_dtype: str | None = None
     offload: bool = False  # master weights and moments in host memory; the update then runs on the CPU
+    # on resume from a checkpoint of another optimizer: state that starts from zero, instead of an error
+    reset: bool = False
     momentum: float = at_least(0, 0.95)  # muon: decay rate of the (Nesterov) momentum of hidden matrices
     ns: str = choice("classic", "classic", "polar_express", "gram")  # muon: kind of Newton-Schulz iteration
     ns_steps: int = at_least(1, 5)  # muon: number of steps of the iteration

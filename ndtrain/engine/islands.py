@@ -165,6 +165,7 @@ def _numbers_of(state: State, train_step: TrainingStep) -> Tensor:
 def _restore(numbers: Tensor, state: State, train_step: TrainingStep) -> None:
     """Take over the numbers of another island's state."""
     state.tokens, state.skipped = int(numbers[0]), int(numbers[1])
+    state.reset_at = int(numbers[2]) - state.skipped
     train_step.optimizer.skipped.fill_(float(numbers[2]))
     bias_LX = train_step.stages.balance.bias_LX
     bias_LX.copy_(numbers[_COUNTS : _COUNTS + bias_LX.numel()].view_as(bias_LX))

@@ -111,6 +111,9 @@ def _chosen(message: Any) -> Resume:
 def _is_state(state: dict[str, Any]) -> bool:
     """Return True if `state` is a `State` as a dict."""
     match state:
-        case {"step": int(), "tokens": int(), "order": dict(), "skipped": int(), "stream": None | dict(), **rest}:
+        case {
+            "step": int(), "tokens": int(), "order": dict(), "skipped": int(), "stream": None | dict(),
+            "reset_at": int(), **rest,
+        }:  # fmt: skip
             return not rest
     return False

@@ -48,13 +48,18 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
     while resume.path is not None:
         path = resume.path
         try:
-            notes = checkpoint.load(path, stages, mesh)
+            state = resolved(resume.state)
+            resets = _resets(cfg, path, stages, mesh)
+            notes = checkpoint.load(path, stages, mesh, optimizer=not resets)
+            if resets:
+                state.reset_at = state.step - state.skipped
+                notes.append(f"optim.reset: the state of optim={cfg.optim.name} starts from zero")
             companions = _resumed_companions(path, cfg, mesh)
             if mesh.rank == 0:
                 setup.claim.check_checkpoints()
             if mesh.rank == 0 and path.parent.resolve() == checkpoint_folder(cfg).resolve():
                 checkpoint.set_aside_later(path)
-            return Start(path, resolved(resume.state), companions, notes)
+            return Start(path, state, companions, notes)
         except DamagedCheckpoint as error:
             pass_over(error, resume.how)
             resume = older_one(resume, cfg, mesh)
@@ -66,6 +71,23 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
     else:
         initialise(stages, cfg.run.seed)
     return Start(None, State(step=0, tokens=0, order=order_of(cfg, setup.data)), companions, [])
+
+
+def _resets(cfg: Config, path: Path, stages: Stages, mesh: Mesh) -> bool:
+    """Return True if the state of the optimizer starts from zero, because the checkpoint has that of another one.
+
+    Raises:
+        ConfigError: it has that of another one, and `optim.reset` is not set.
+    """
+    if not checkpoint.has_other_state(path, stages, mesh):
+        return False
+    if cfg.optim.reset:
+        return True
+    other = read_state(path)["config"].get("optim", {}).get("name", "another optimizer")
+    raise ConfigError(
+        f"optim={cfg.optim.name}: {path} has the optimizer state of optim={other}: set optim.reset=true to start from "
+        "zero, or keep the optimizer"
+    )
 
 
 def _companions(folder: Path, cfg: Config, mesh: Mesh, resumed: bool = False) -> Companions:

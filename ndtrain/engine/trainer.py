@@ -121,7 +121,7 @@ class Trainer:
             self.resumed, self.state, self.companions, notes = start.path, start.state, start.companions, start.notes
             if setup.rank == 0:
                 save_config(setup)
-            self.train_step.optimizer.skipped.fill_(self.state.skipped)
+            self.train_step.optimizer.skipped.fill_(self.state.skipped + self.state.reset_at)
             self.last_step = self.cfg.train.stop_at or self.cfg.train.steps
             self.stopping, self.failure = False, ""
             self.stopped_by: str | None = None

@@ -1,8 +1,12 @@
 """Muon on meshes, against one process with `torch.optim.Muon`."""
 
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from itertools import product
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.grad_stats import GradStats
 from ndtrain.program import ops
 from ndtrain.program.build import whole_tensors
+from tests.lib.helpers import given_process_group
 from tests.lib.parity import FP64, Run, assemble, distance, make_batches, rank_run, rank_state
 from tests.lib.ranks import run_ranks
 
@@ -284,3 +289,63 @@ def test_flops_are_those_of_the_products(ns, shape, steps):
     with FlopCounterMode(display=False) as counter:
         orthogonalise(torch.randn(1, *shape), ns, steps)
     assert counter.get_total_flops() == flops_of(ns, steps, shape)
+
+
+# ------------------------------------------------------------------------------------------------- the whole program
+
+
+def program(args: list[str]) -> tuple[int, str]:
+    """The exit code of a rank, and what it has written."""
+    from ndtrain.train import main
+
+    written = io.StringIO()
+    with given_process_group(), redirect_stderr(written), redirect_stdout(written):
+        return main(args), written.getvalue()
+
+
+def args_of(folder: Path, *overrides: str) -> list[str]:
+    return [
+        "recipe=llama_debug", "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.vocab_size=300",
+        "model.hidden_size=32", "model.intermediate_size=48", "model.num_hidden_layers=2", "train.steps=8",
+        "logger=jsonl", "data.tokenizer=byte", "hardware.device=cpu", "hardware.peak_tflops=0.1", *FP64,
+        "optim.warmup=0", f"run.dir={folder}", *overrides,
+    ]  # fmt: skip
+
+
+def ran(ranks: int, args: list[str], code: int = 0) -> str:
+    """Runs the program. Returns what rank 0 has written."""
+    results = run_ranks(program, ranks, args)
+    assert [result for result, _ in results] == [code] * ranks, results
+    return results[0][1]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_run_resumes_on_another_mesh(tmp_path):
+    """With the state that is sharded, and with the state that the owners of matrices hold."""
+    muon = ["optim=muon", "optim.normalize=neurons", "optim.ns_dtype=fp64"]
+    one, cut = tmp_path / "one", tmp_path / "cut"
+    ran(1, args_of(one, *muon))
+    ran(4, args_of(cut, *muon, "mesh.fsdp=2", "mesh.tp=2", "train.stop_at=4"))
+    ran(2, args_of(cut, *muon, "mesh.dp=2", "resume=auto"))
+    assert losses(cut) == pytest.approx(losses(one), rel=1e-9)
+
+
+def test_state_of_another_optimizer_is_refused_or_reset(tmp_path):
+    """After a reset the state starts from zero, and bias correction counts from there. A checkpoint that is written
+    afterwards has the new state, so a further resume keeps it."""
+    first, reset, again = (tmp_path / name for name in ("first", "reset", "again"))
+    ran(1, args_of(first, "train.stop_at=4"))
+    (path,) = (first / "checkpoints").iterdir()
+    to_muon = ["optim=muon", f"resume={path}"]
+    refused = ran(1, args_of(reset, *to_muon), code=2)
+    assert "has the optimizer state of optim=adamw: set optim.reset=true" in refused
+    noted = ran(1, args_of(reset, *to_muon, "optim.reset=true", "train.stop_at=6"))
+    assert "the state of optim=muon starts from zero" in noted
+    ran(1, args_of(reset, "optim=muon", "resume=auto", "train.stop_at=8"))
+    ran(1, args_of(again, *to_muon, "optim.reset=true"))
+    assert losses(reset) == pytest.approx(losses(again), rel=1e-9)
+    body = json.loads((again / "checkpoints" / "step-00000008" / "state.json").read_text())
+    assert body["reset_at"] == 4
