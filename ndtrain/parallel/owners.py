@@ -24,11 +24,13 @@ class Batch(NamedTuple):
 
     Attributes:
         rows: rows of one head, for tensors whose rows are those of heads; otherwise 1.
+        cost: the cost of updating them.
     """
 
     shape: Shape
     rows: int
     names: tuple[str, ...]
+    cost: float
 
     @property
     def numel(self) -> int:
@@ -110,8 +112,8 @@ def _rounds(axes: tuple[str, ...], tensors: list[TensorLayout], owner: Mapping[s
         last = queue[-1] if queue else None
         alike = last is not None and (last.shape, last.rows) == (t.shape, t.dims[0].width)
         if last is not None and alike and last.numel + t.numel <= BATCH:
-            queue[-1] = last._replace(names=(*last.names, t.name))
+            queue[-1] = last._replace(names=(*last.names, t.name), cost=last.cost + cost(t))
         else:
-            queue.append(Batch(t.shape, t.dims[0].width, (t.name,)))
+            queue.append(Batch(t.shape, t.dims[0].width, (t.name,), cost(t)))
     number = max(map(len, queues.values()), default=0)
     return [Round(axes, {i: queue[k] for i, queue in queues.items() if k < len(queue)}) for k in range(number)]

@@ -40,7 +40,7 @@ from ndtrain.device.kind import meta_stands_for
 from ndtrain.engine.executor import Executor
 from ndtrain.engine.train_step import contexts
 from ndtrain.mesh.mesh import Mesh, MeshSpec
-from ndtrain.mesh.sharding import SHARD_AXES
+from ndtrain.mesh.sharding import SHARD_AXES, Tensors
 from ndtrain.model import params
 from ndtrain.model.transformer import BLOCKS, is_sparse
 from ndtrain.parallel import compile_choice
@@ -118,11 +118,15 @@ def _check(cfg: Config, device: str) -> None:
 def update_bytes(cfg: Config) -> int:
     """Return the bytes that the optimizer's update reads and writes per element of a rank's shard.
 
-    The gradient counts once. The master weight, each state tensor and the average count twice.
+    The gradient counts once. The master weight, each state tensor and the average count twice. With whole tensors the
+    elements are those of hidden matrices. Their gradient is also read and written for the owners, and replaced by a
+    direction.
     """
     plan = state_plan(cfg)
-    twice = [plan.master, *(s.dtype or plan.master for s in plan.spec), *[plan.master] * plan.ema]
-    return plan.master.itemsize + sum(2 * dtype.itemsize for dtype in twice)
+    states = (s for s in plan.sharded if plan.whole is None or s.tensors is not Tensors.OTHER)
+    twice = [plan.master, *(s.dtype or plan.master for s in states), *[plan.master] * plan.ema]
+    exchanged = 3 * plan.master.itemsize + 2 * plan.sent.itemsize if plan.whole is not None else 0
+    return plan.master.itemsize + exchanged + sum(2 * dtype.itemsize for dtype in twice)
 
 
 def compiles(cfg: Config, device: str) -> bool:

@@ -17,6 +17,8 @@ from functools import cached_property, reduce
 from itertools import groupby
 from typing import NamedTuple
 
+import torch
+
 from ndtrain.mesh.mesh import EP
 from ndtrain.plan.events import Collective, Event, Kernel, Piece
 from ndtrain.plan.price import Prices
@@ -28,6 +30,7 @@ from ndtrain.program.step import RankPlan, StepProgram
 from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1
+_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 _NEVER = -math.inf
 _UNTIMED = (ops.Accept, ops.Hand, ops.Free, ops.Open, ops.Close, ops.Offer, ops.AwaitTokens)
 CAUSES = ("launch", "tp", "cp", "ep", "fsdp", "dp", "pp")  # costs of a step besides kernels
@@ -321,22 +324,41 @@ class Simulation:
         return StepTimes(max(gradients), self._updated(gradients) + costs.prices.rates.step_s, copies)
 
     def _updated(self, ends: list[float]) -> float:
-        """Return when the last rank has run the ops of the update. Those not listed here take no time to speak of.
+        """Return when the last rank has run the ops of the update.
 
         Args:
             ends: when each rank has its gradients.
         """
         costs, ranks = self.costs, self.program.ranks
         shards = [sum(self.program.units[name].shard for name in own.units) for own in ranks]
-        for op in ranks[0].program.update:  # all ranks have the same
+        norms = [costs.copy(elements * self.sizes.master, "linalg_vector_norm") for elements in shards]
+        known = max(map(sum, zip(ends, norms, strict=True))) + self._statistics()
+        updates = [costs.copy(elements * self.sizes.update, "_fused_adamw_") for elements in shards]
+        return known + max(map(sum, zip(updates, map(self._of_whole_tensors, ranks), strict=True)))
+
+    def _of_whole_tensors(self, own: RankPlan) -> float:
+        """Return the seconds of the owners' rounds. Exchanges run one after the other, beside the computations. The
+        owner with the most work in a round represents all."""
+        costs, sent, mesh = self.costs, self.program.plan.sent, self.costs.prices.mesh
+        now = link = 0.0
+        arrives: dict[tuple[str, int], float] = {}
+        for op in own.program.update:
             match op:
-                case ops.GatherStats():
-                    norms = [costs.copy(elements * self.sizes.master, "linalg_vector_norm") for elements in shards]
-                    ends = [max(map(sum, zip(ends, norms, strict=True))) + self._statistics()] * len(ends)
-                case ops.Update():
-                    updates = [costs.copy(elements * self.sizes.update, "_fused_adamw_") for elements in shards]
-                    ends = list(map(sum, zip(ends, updates, strict=True)))
-        return max(ends)
+                case ops.GatherWhole(number) | ops.ScatterWhole(number):
+                    axes = own.rounds[number].axes
+                    copies = mesh.size(*(axis for axis in axes if axis.startswith("dp")))
+                    mine = own.rounds[number].numel * sent.itemsize // mesh.size(*axes)
+                    nbytes = mine * (copies if isinstance(op, ops.ScatterWhole) else 1)
+                    link = max(now, link) + costs.collective("dp", "+".join(axes), "all_to_all", nbytes)
+                    arrives[type(op).__name__, number] = link
+                case ops.AwaitWhole(number):
+                    now = max(now, arrives["GatherWhole", number])
+                case ops.AwaitScatter(number):
+                    now = max(now, arrives["ScatterWhole", number])
+                case ops.ComputeWhole(number):
+                    flops = max(batch.cost for batch in own.rounds[number].batches.values())
+                    now += costs.prices.kernel(Kernel("matmul", int(flops), 0, _NAMES[sent]))
+        return now
 
     def _add_up_loads(self, ranks: Sequence[_Rank]) -> None:
         """Make all ranks wait for the sum of expert loads after the forward before the step. Forget its messages."""
