@@ -349,7 +349,12 @@ class OptimConfig(Section):
     offload: bool = False  # master weights and moments in host memory; the update then runs on the CPU
     # on resume from a checkpoint of another optimizer: state that starts from zero, instead of an error
     reset: bool = False
-    momentum: float = at_least(0, 0.95)  # muon: decay rate of the (Nesterov) momentum of hidden matrices
+    # torch: name of an elementwise optimizer of torch.optim
+    torch_name: str | None = None
+    torch_args: dict[str, Any] | None = field(default_factory=dict)  # torch: arguments of that optimizer
+    momentum: float = at_least(
+        0, 0.95
+    )  # muon: decay rate of the (Nesterov) momentum of hidden matrices; sgd: of momentum
     ns: str = choice("classic", "classic", "polar_express", "gram")  # muon: kind of Newton-Schulz iteration
     ns_steps: int = at_least(1, 5)  # muon: number of steps of the iteration
     # muon: dtype of the iteration, in which momentum and update are also sent to the owners of matrices and back
