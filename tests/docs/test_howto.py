@@ -62,14 +62,14 @@ def main_in(folder: Path, args: list[str]) -> int:
         return main(args)
 
 
-TOGETHER = ("lion", "rates", "objectives", "csv_logger", "loss_guard", "scaled", "spaced")
+TOGETHER = ("signum", "row_scaled", "rates", "objectives", "csv_logger", "loss_guard", "scaled", "spaced")
 
 
 def test_howto_plugins_train_together(folder: Path):
     """A family with an attention function trains too."""
     plugins = ",".join(f"my_package.{name}" for name in TOGETHER)
     status = trained(
-        folder, f"plugins=[{plugins}]", "optim=lion", "optim.lr=1e-3", "optim.schedule=inverse_sqrt", "optim.warmup=1",
+        folder, f"plugins=[{plugins}]", "optim=signum", "optim.lr=1e-3", "optim.schedule=inverse_sqrt", "optim.warmup=1",
         "optim.min_lr=0",
         "logger=csv", "logger.columns=[step,loss,lr,head_z_loss]", "run.dir=together",
         "objective=rare_tokens", "objective.first=101", "objective.factor=3", "objective.z_loss=1e-4",
@@ -89,6 +89,11 @@ def test_howto_plugins_train_together(folder: Path):
 def test_howto_callback_ends_run(folder: Path):
     done = train(folder, "plugins=[my_package.loss_guard]", "callbacks.loss_guard.most=0.5", "run.dir=guarded")
     assert done.returncode == 1 and "exceeds callbacks.loss_guard.most=0.5" in done.stderr
+
+
+@pytest.mark.full
+def test_howto_optimizer_of_whole_matrices_trains(folder: Path):
+    assert trained(folder, "plugins=[my_package.row_scaled]", "optim=row_scaled", "run.dir=row_scaled") == 0
 
 
 @pytest.mark.full
