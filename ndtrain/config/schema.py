@@ -362,8 +362,8 @@ class OptimConfig(Section):
     # muon: factor of the update of an A x B matrix. match_rms_adamw: 0.2 sqrt(max(A, B)), which makes it as large as
     # AdamW's; original: sqrt(max(1, A / B))
     adjust: str = choice("match_rms_adamw", "match_rms_adamw", "original")
-    # muon: what is orthogonalised. matrices: whole matrices; heads: the rows of each head, in matrices whose rows are
-    # those of heads
+    # muon: what is orthogonalised. matrices: whole matrices; heads: the rows of each head, in matrices that are divided
+    # into heads
     split: str = choice("matrices", "matrices", "heads")
     # muon: scaling of the update. neurons: each row by a moving average of its squares, with the second of optim.betas
     # (NorMuon)

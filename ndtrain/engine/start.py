@@ -74,10 +74,10 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
 
 
 def _resets(cfg: Config, path: Path, stages: Stages, mesh: Mesh) -> bool:
-    """Return True if the state of the optimizer starts from zero, because the checkpoint has that of another one.
+    """Return True if the state of the optimizer starts from zero, because another optimizer wrote the checkpoint.
 
     Raises:
-        ConfigError: it has that of another one, and `optim.reset` is not set.
+        ConfigError: another one wrote it, and `optim.reset` is not set.
     """
     if not checkpoint.has_other_state(path, stages, mesh):
         return False

@@ -381,7 +381,8 @@ class FlatLayout:
         return even_split(self.numel, self.groups.shards, part)
 
     def own_of(self, tensors: Tensors) -> tuple[int, int]:
-        """The bounds of the elements of this rank's part that belong to these tensors. Padding belongs to OTHER."""
+        """Return the bounds of the elements of this rank's part that belong to these tensors. Padding belongs to
+        OTHER."""
         first, last = (0, self.hidden_numel) if tensors is Tensors.HIDDEN else (0, self.numel)
         if tensors is Tensors.OTHER:
             first = self.hidden_numel

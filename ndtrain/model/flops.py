@@ -44,7 +44,7 @@ def expert_parameters(m: ModelConfig) -> int:
 
 
 def hidden_parameters(m: ModelConfig) -> int:
-    """Return the number of parameters of all hidden matrices, including those of experts."""
+    """Return the number of parameters of all hidden matrices, including the experts' matrices."""
 
     def of_block(i: int) -> int:
         table, sizes = block_params(m, i), dim_elements(m)

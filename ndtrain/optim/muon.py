@@ -136,7 +136,7 @@ def _block(cfg: OptimConfig, shape: Shape, rows: int) -> Shape:
     """Return the shape of the parts of a matrix that are orthogonalised.
 
     Args:
-        rows: rows of one head, if the rows of the matrix are those of heads; otherwise 1.
+        rows: the number of rows of one head; 1 if the matrix is not divided into heads.
     """
     return (rows, shape[1]) if cfg.split == "heads" and rows > 1 else shape
 

@@ -5,9 +5,8 @@ Each step applies an odd polynomial to the singular values: X <- a X + b (X X^T)
 - `classic`: the same polynomial in each step (Jordan, 2024, https://kellerjordan.github.io/posts/muon), as in
   `torch.optim.Muon`. The singular values of the result are between 0.7 and 1.2.
 - `polar_express`: the best polynomial for each step (Amsel et al., 2025, arXiv:2505.16932, section 4.4).
-- `gram`: the polynomials of `polar_express`, applied to the smaller Gram matrix X X^T (Zhang, Amsel, Chen and Dao,
-  2026, https://tridao.me/blog/2026/gram-newton-schulz). A matrix m x n with m < n is then a factor of two products per
-  restart instead of two per step.
+- `gram`: the polynomials of `polar_express`, applied to the smaller Gram matrix X X^T (Zhang et al., 2026,
+  https://tridao.me/blog/2026/gram-newton-schulz). The matrix itself is then in two products per restart, not per step.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Elementwise optimizers of `torch.optim`: `optim=torch optim.torch_name=RMSprop optim.torch_args={alpha:0.9}`.
 
-They work on slices of the flat buffers, so the state that they make for a tensor has to be of its shape, and zero at
-the beginning. A trial step on a small tensor shows whether it is.
+They work on slices of the flat buffers. The state of a tensor therefore has to have its shape, and to begin as zeros. A
+trial step on a small tensor shows whether this is so.
 """
 
 import inspect

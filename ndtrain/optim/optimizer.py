@@ -93,7 +93,7 @@ class WholeTensors(NamedTuple):
     Attributes:
         names: of the tensors.
         grads: what `prepare` has left in their gradients [k, *shape], in the dtype of `WholeTensorOptimizer.sent`.
-        rows: rows of one head, if the rows are those of heads; otherwise 1.
+        rows: the number of rows of one head; 1 if the tensors are not divided into heads.
         state: name -> states of another shape than the tensors' [k, *shape of the state].
     """
 
@@ -188,7 +188,7 @@ class WholeTensorOptimizer(Optimizer):
 
     @classmethod
     def flops(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
-        """Return the FLOPs of a direction. Tensors are distributed over owners so that all have about as many."""
+        """Return the FLOPs of a direction. The tensors of all owners have about the same sum."""
         return float(tensor.numel)
 
     def prepare(self, tensors: Sequence[OptimTensor], update: Update) -> None:

@@ -1,7 +1,7 @@
-"""Which rank owns which whole tensor, and in which order the owners work.
+"""The owners of whole tensors, and the order in which they work.
 
-Every tensor has one owner among all ranks that hold a part of it, along tp and along the axes that shard or replicate
-its unit. Ranks compute the same plan without a message, because it follows from the layouts.
+Every tensor has one owner among all ranks that hold a part of it. These ranks differ along tp, and along the axes that
+shard or replicate the unit of the tensor. The plan follows from the layouts, so the ranks agree without a message.
 """
 
 import math
@@ -15,7 +15,7 @@ from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, TensorLayout, Tensors
 Shape = tuple[int, ...]
 Cost = Callable[[TensorLayout], float]
 
-# elements of a batch of several tensors: enough for efficient products, and little memory beside a unit's weights
+# elements of a batch of several tensors: enough for efficient products, and little memory compared with a unit
 BATCH = 1 << 24
 
 
@@ -23,7 +23,7 @@ class Batch(NamedTuple):
     """Tensors of one shape that their owner updates together: several small ones, or one of any size.
 
     Attributes:
-        rows: rows of one head, for tensors whose rows are those of heads; otherwise 1.
+        rows: the number of rows of one head; 1 if the tensors are not divided into heads.
         cost: the cost of updating them.
     """
 
@@ -61,7 +61,7 @@ def plan_rounds(
 
     The most expensive tensor is assigned first, and each goes to the rank whose tensors are the cheapest by then. The
     tensors of experts are shared by fewer ranks and are assigned before the others. Ranks that hold other experts have
-    as many tensors of the same shapes, so all groups of ranks have the same costs by position.
+    the same number of tensors of each shape, so all groups of ranks have the same costs by position.
 
     Args:
         layouts: the rank's units.

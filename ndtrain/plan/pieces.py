@@ -118,9 +118,9 @@ def _check(cfg: Config, device: str) -> None:
 def update_bytes(cfg: Config) -> int:
     """Return the bytes that the optimizer's update reads and writes per element of a rank's shard.
 
-    The gradient counts once. The master weight, each state tensor and the average count twice. With whole tensors the
-    elements are those of hidden matrices. Their gradient is also read and written for the owners, and replaced by a
-    direction.
+    The gradient counts once. The master weight, each state tensor and the average count twice. If there are whole
+    tensors, all elements count as elements of hidden matrices. Their gradient is also read and written for the owners,
+    and replaced by a direction.
     """
     plan = state_plan(cfg)
     states = (s for s in plan.sharded if plan.whole is None or s.tensors is not Tensors.OTHER)

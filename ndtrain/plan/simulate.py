@@ -337,8 +337,8 @@ class Simulation:
         return known + max(map(sum, zip(updates, map(self._of_whole_tensors, ranks), strict=True)))
 
     def _of_whole_tensors(self, own: RankPlan) -> float:
-        """Return the seconds of the owners' rounds. Exchanges run one after the other, beside the computations. The
-        owner with the most work in a round represents all."""
+        """Return the seconds of the owners' rounds. Exchanges run one after the other, in parallel to the computations.
+        The owner with the most work in a round represents all."""
         costs, sent, mesh = self.costs, self.program.plan.sent, self.costs.prices.mesh
         now = link = 0.0
         arrives: dict[tuple[str, int], float] = {}

@@ -431,8 +431,8 @@ class _Builder:
 
 
 def whole_tensors(rounds: int) -> Iterator[Op]:
-    """Yield the ops of the owners of whole tensors. While a round is computed, the gradients of the next one are on
-    their way to the owners, and the directions of the previous one on their way back."""
+    """Yield the ops of the owners of whole tensors. While a round is computed, gradients of the next one travel to the
+    owners. Directions of the previous one travel back."""
     if rounds:
         yield ops.GatherWhole(0)
     for i in range(rounds):
