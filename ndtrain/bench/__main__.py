@@ -28,6 +28,7 @@ BENCHES = {  # bench -> its module, and an example of its keys
     ),
     "matmul": ("ndtrain.bench.matmul", "[max=4096 plot=FILE.png]"),
     "moe": ("ndtrain.bench.moe", "[experts=8,64 tokens=4096]"),
+    "optim": ("ndtrain.bench.optim", '[ranks=2 axis=fsdp overrides="optim=muon"]'),
     "offload": ("ndtrain.bench.offload", "[moments=bf16 threads=2]"),
     "checkpoint": ("ndtrain.bench.checkpoint", "[ranks=4 gigabytes=1]"),
 }

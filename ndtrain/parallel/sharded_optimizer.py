@@ -29,6 +29,8 @@ class ShardedOptimizer:
 
     Attributes:
         reduce_stats: computes the statistics of a step's gradients.
+        owners: the exchanges with the owners of whole tensors; None: there are none.
+        owner: the optimizer that computes the directions of the tensors that this rank owns.
         skipped: the number of steps that have been skipped, a scalar on the state's device. Bias correction of the
             moments counts only the updates made.
     """
@@ -41,7 +43,7 @@ class ShardedOptimizer:
         self._update: Update | None = None
         self.owners = units.owners
         self._shards = (_OnHost if units.offload else _OnDevice)(kind, units, cfg)
-        self._owner = kind(cfg)
+        self.owner = kind(cfg)
 
     def begin(self, step: int, lr: float, stats: GradStats) -> None:
         """Begin update number `step` (from 1), and prepare the gradients of whole tensors for their owners. If
@@ -60,8 +62,8 @@ class ShardedOptimizer:
 
     def compute(self, number: int) -> None:
         """Compute the directions of the whole tensors that this rank owns in a round."""
-        assert self.owners is not None and isinstance(self._owner, WholeTensorOptimizer) and self._update is not None
-        optimizer, update = self._owner, self._update
+        assert self.owners is not None and isinstance(self.owner, WholeTensorOptimizer) and self._update is not None
+        optimizer, update = self.owner, self._update
         self.owners.compute(number, lambda whole: optimizer.direction(whole, update))
 
     def finish(self) -> None:
