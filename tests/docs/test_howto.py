@@ -69,8 +69,8 @@ def test_howto_plugins_train_together(folder: Path):
     """A family with an attention function trains too."""
     plugins = ",".join(f"my_package.{name}" for name in TOGETHER)
     status = trained(
-        folder, f"plugins=[{plugins}]", "optim=signum", "optim.lr=1e-3", "optim.schedule=inverse_sqrt", "optim.warmup=1",
-        "optim.min_lr=0",
+        folder, f"plugins=[{plugins}]", "optim=signum", "optim.lr=1e-3", "optim.schedule=inverse_sqrt",
+        "optim.warmup=1", "optim.min_lr=0",
         "logger=csv", "logger.columns=[step,loss,lr,head_z_loss]", "run.dir=together",
         "objective=rare_tokens", "objective.first=101", "objective.factor=3", "objective.z_loss=1e-4",
         "model=scaled", "model.residual_scale=0.5", "model.attention=spaced", "model.spacing=4",
