@@ -84,8 +84,20 @@ def test_busiest_owner_of_an_8b_model_is_near_the_mean(ranks, overrides):
 
 
 def test_owners_of_experts_get_fewer_of_the_other_matrices():
-    _, spec, _, rounds = plans(*MESHES["ep of some"])
-    assert max(shares(spec, rounds)) < 1.15
+    """Four ranks share one expert, whose three matrices are as expensive as all other matrices of its layer."""
+    few = ["model.num_experts=2", "model.num_experts_per_tok=1", "model.moe_intermediate_size=96"]
+    layers = ["model.num_hidden_layers=1", "model.shared_expert_intermediate_size=32"]
+    ranks, overrides = MESHES["ep of some"]
+    _, spec, _, rounds = plans(ranks, [*overrides, *few, *layers])
+    by_kind: dict[bool, list[int]] = {True: [0] * ranks, False: [0] * ranks}
+    for rank, of_rank in enumerate(rounds):
+        for each in of_rank:
+            if batch := each.batches.get(spec.members(rank, *each.axes).index(rank)):
+                by_kind[".experts." in batch.names[0]][rank] += len(batch.names)
+    assert sorted(by_kind[True]) == [0, 0, 1, 1, 1, 1, 1, 1]
+    free = {rank for rank, number in enumerate(by_kind[True]) if not number}
+    others = by_kind[False]
+    assert min(others[rank] for rank in free) > max(others[rank] for rank in set(range(ranks)) - free)
 
 
 def run_update(overrides: list[str], batch: int) -> list[tuple[str, int]]:
