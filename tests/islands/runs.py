@@ -197,9 +197,12 @@ class Killed(NamedTuple):
     of_tensors: float
 
 
-def run_with_kills(folder: Path, corpus: Path, meshes: Sequence[str], kills: int, steps: int, seed: int) -> Killed:
+def run_with_kills(
+    folder: Path, corpus: Path, meshes: Sequence[str], kills: int, steps: int, seed: int, *more: str
+) -> Killed:
     """Run islands of these meshes that are killed at random moments and return, and one undisturbed process."""
-    args = island_arguments(folder, corpus, steps, "checkpoint.every=10", "checkpoint.keep=2", "model.hidden_size=32")
+    often = ["checkpoint.every=10", "checkpoint.keep=2", "model.hidden_size=32"]
+    args = island_arguments(folder, corpus, steps, *often, *more)
     run_one(folder / "reference", args)
     names = dict(zip("abcdefgh", meshes, strict=False))
     with Islands(folder, args, names) as islands:

@@ -24,6 +24,7 @@ CASES = {  # the meshes of the islands, and further overrides
         ["mesh.zero=1", "model.tie_word_embeddings=true", "optim.ema=0.9", "islands.codec=int8", "islands.delay=3"],
     ),
     "optimizer of whole tensors": (["fsdp", "one"], ["plugins=[example_package.parts]", "optim=factored"]),
+    "muon": (["tp", "one"], ["optim=muon", "optim.ns_dtype=fp64"]),
     "experts": (["ep", "one"], ["model=moe_debug", "moe.balance=none", "islands.codec=int8"]),
 }
 PLUGINS = str(Path(__file__).parents[1] / "plugins")

@@ -14,6 +14,7 @@ from tests.lib.helpers import write_corpus
 
 STEPS = 5
 MOE = ["model=moe_debug", "moe.balance=bias"]
+MUON = ["optim=muon", "optim.ns_dtype=fp64"]
 CASES = {  # the meshes of the islands, further overrides
     "two of one process": (["one", "one"], []),
     "tp and one process": (["tp", "one"], []),
@@ -26,6 +27,7 @@ CASES = {  # the meshes of the islands, further overrides
     ),
     "z-loss": (["tp", "fsdp"], ["objective.z_loss=0.01"]),
     "recompute": (["fsdp", "pp"], ["recompute=full"]),
+    "muon": (["tp", "fsdp"], MUON),
     "experts": (["ep", "one"], MOE),
     "experts, balanced by sequence": (["ep", "fsdp", "tp"], ["model=moe_debug", "moe.balance=sequence"]),
 }
@@ -66,13 +68,19 @@ def test_island_that_is_killed_and_returns_leaves_the_curve_unchanged(tmp_path, 
 
 
 @pytest.mark.full
+def test_island_that_returns_reads_the_state_of_muon(tmp_path, corpus):
+    """The momentum of hidden matrices, and the moments of all other tensors."""
+    check_kills(tmp_path, corpus, ["tp", "one"], 1, 60, 0, *MUON)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(10))
 def test_islands_that_are_killed_at_random_moments_leave_the_curve_unchanged(seed, tmp_path, corpus):
     meshes = [["tp", "fsdp"], ["one", "cp", "fsdp"], ["pp", "one", "one"], ["one", "one", "tp"]][seed % 4]
     assert check_kills(tmp_path, corpus, meshes, kills=5, steps=250, seed=seed) == 5
 
 
-def check_kills(tmp_path, corpus, meshes, kills, steps, seed) -> int:
-    killed = run_with_kills(tmp_path, corpus, meshes, kills, steps, seed)
+def check_kills(tmp_path, corpus, meshes, kills, steps, seed, *more) -> int:
+    killed = run_with_kills(tmp_path, corpus, meshes, kills, steps, seed, *more)
     assert killed.of_curves < 1e-10 and killed.of_tensors < 1e-10, killed
     return killed.kills
