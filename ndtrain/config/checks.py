@@ -17,6 +17,7 @@ from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
 from ndtrain.config.moe_checks import resolve_balance
 from ndtrain.config.name_patterns import check_factors
+from ndtrain.config.optim_checks import check_optim
 from ndtrain.config.rope_kinds import ROPE_KINDS
 from ndtrain.config.schema import EXPERT_OPS, SAVABLE_OPS, Config, ConfigError, ModelConfig, require, written
 
@@ -252,7 +253,7 @@ def parse_bytes(key: str, value: int | str) -> int:
 
 
 def _check_train(cfg: Config) -> None:
-    t, mesh, optim = cfg.train, cfg.mesh, cfg.optim
+    t, mesh = cfg.train, cfg.mesh
     replicas = mesh.dp * mesh.fsdp
     per_forward = replicas * t.micro_batch
     require(
@@ -266,16 +267,7 @@ def _check_train(cfg: Config) -> None:
         not (t.profile and t.trace),
         f"train.profile={t.profile} would slow down the step that train.trace=true measures: set only one of them",
     )
-    check_factors("optim.lr_mult", optim.lr_mult)
-    check_factors("optim.wd_mult", optim.wd_mult)
-    require(
-        len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),
-        f"optim.betas={optim.betas}: must be two numbers in [0, 1)",
-    )
-    require(optim.ema is None or 0 < optim.ema < 1, f"optim.ema={optim.ema}: must be in (0, 1), or null for no average")
-    require(0 < optim.wsd_decay <= 1, f"optim.wsd_decay={optim.wsd_decay}: must be in (0, 1]")
-    steps = optim.decay_steps
-    require(steps is None or steps >= 1, f"optim.decay_steps={steps}: must be at least 1, or null for train.steps")
+    check_optim(cfg.optim)
 
 
 def _resolve_steps(cfg: Config) -> None:

@@ -1,0 +1,42 @@
+"""Checks of the section `optim`."""
+
+from collections.abc import Collection
+
+from ndtrain.config.name_patterns import check_factors
+from ndtrain.config.schema import OptimConfig, require
+
+SHIPPED = ("adamw", "muon", "sgd", "lion", "torch")
+# keys that only some of these optimizers read; a plugin's optimizer may read any
+_READERS: dict[str, Collection[str]] = {
+    "state_dtype": ("adamw", "muon"),
+    "momentum": ("muon", "sgd"),
+    **dict.fromkeys(("ns", "ns_steps", "ns_dtype", "adjust", "split", "normalize", "adamw_lr"), ("muon",)),
+    **dict.fromkeys(("torch_name", "torch_args"), ("torch",)),
+}
+
+
+def check_optim(optim: OptimConfig) -> None:
+    """Check the values, and that the optimizer reads the keys that are set.
+
+    Raises:
+        ConfigError: a value is wrong, or a key has no effect.
+    """
+    check_factors("optim.lr_mult", optim.lr_mult)
+    check_factors("optim.wd_mult", optim.wd_mult)
+    require(
+        len(optim.betas) == 2 and all(0 <= b < 1 for b in optim.betas),
+        f"optim.betas={optim.betas}: must be two numbers in [0, 1)",
+    )
+    require(optim.ema is None or 0 < optim.ema < 1, f"optim.ema={optim.ema}: must be in (0, 1), or null for no average")
+    require(0 < optim.wsd_decay <= 1, f"optim.wsd_decay={optim.wsd_decay}: must be in (0, 1]")
+    require(optim.momentum < 1, f"optim.momentum={optim.momentum}: must be in [0, 1)")
+    steps = optim.decay_steps
+    require(steps is None or steps >= 1, f"optim.decay_steps={steps}: must be at least 1, or null for train.steps")
+    for key, readers in _READERS.items():
+        value, default = getattr(optim, key), getattr(OptimConfig(), key)
+        others = " or ".join(f"optim={name}" for name in readers)
+        require(
+            optim.name not in SHIPPED or optim.name in readers or value in (default, None),
+            f"optim.{key}={value}: optim={optim.name} does not read it: leave it at "
+            f"{'null' if default is None else default}, or choose {others}",
+        )
