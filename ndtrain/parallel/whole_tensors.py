@@ -8,13 +8,14 @@ them. Of ranks that hold the same shards (along dp), those with the owner's repl
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Held, Rows
-from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, TensorLayout
+from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, UnitGroups
 from ndtrain.mesh.transfer import Arriving, Transfer
 from ndtrain.optim import WholeTensors
 from ndtrain.parallel.owners import Batch, Round, holder_axes
@@ -97,15 +98,8 @@ class _Holders:
         groups = next(iter(mine.values())).groups
         self.group, self.position = mesh.group(*axes), members.index(rank)
         self.replica = [spec.index(member, *groups.replica_axes) for member in members]
-        self._by_tp: dict[int, Mapping[str, FlatLayout]] = {}
-        self._at = []  # by position: (coord on tp, part of the flat buffers)
-        for member in members:
-            tp = spec.index(member, TENSOR_AXIS)
-            if tp not in self._by_tp:  # the ranks that differ along other axes have the same layouts, and other parts
-                self._by_tp[tp] = {u: layouts_of(member)[u] for u in mine}
-            self._at.append((tp, spec.index(member, *groups.shard_axes)))
         self._units = {t.name: u for u, layout in mine.items() for t in layout.tensors}
-        self._held: dict[tuple[int, int], list[tuple[TensorLayout, Held]]] = {}
+        self._pieces = _pieces(mesh, members, groups, lambda rank: {u: layouts_of(rank)[u] for u in mine})
 
     def unit(self, tensor: str) -> str:
         return self._units[tensor]
@@ -117,22 +111,46 @@ class _Holders:
             wanted: tensor -> position of its owner.
             once: True to count each element once: of ranks with the same elements, the one that sends them.
         """
-        found: list[Holding] = [{} for _ in self._at]
-        for position, at in enumerate(self._at):
-            for tensor, held in self._of(at):
-                name = tensor.name
-                if name in wanted:
-                    sends = tensor.tp_replica == 0 and self.replica[position] == self.replica[wanted[name]]
+        found: list[Holding] = [{} for _ in self.replica]
+        for name, owner in wanted.items():
+            for piece in self._pieces[name]:
+                for position in piece.positions:
+                    sends = not piece.copy and self.replica[position] == self.replica[owner]
                     if sends or not once:
-                        found[position].setdefault(name, []).append(held)
+                        found[position].setdefault(name, []).append(piece.held)
         return found
 
-    def _of(self, at: tuple[int, int]) -> list[tuple[TensorLayout, Held]]:
-        if at not in self._held:
-            tp, part = at
-            layouts = self._by_tp[tp].values()
-            self._held[at] = [piece for layout in layouts for piece in layout.held(*layout.bounds(part))]
-        return self._held[at]
+
+class _Piece(NamedTuple):
+    """Elements of a tensor.
+
+    Attributes:
+        positions: of the ranks that hold them.
+        copy: True if a rank before them along tp holds the same elements.
+    """
+
+    positions: Sequence[int]
+    held: Held
+    copy: bool
+
+
+def _pieces(
+    mesh: Mesh, members: Sequence[int], groups: UnitGroups, layouts_of: Callable[[int], Mapping[str, FlatLayout]]
+) -> dict[str, list[_Piece]]:
+    """Return the pieces of each tensor that the shards of these ranks hold. Ranks that differ only along axes other
+    than tp have the same layouts, and hold other parts of them."""
+    spec = mesh.spec
+    positions: dict[tuple[int, int], list[int]] = {}  # (coord on tp, part) -> the ranks that hold it
+    for position, member in enumerate(members):
+        at = spec.index(member, TENSOR_AXIS), spec.index(member, *groups.shard_axes)
+        positions.setdefault(at, []).append(position)
+    layouts = {tp: layouts_of(members[of[0]]) for (tp, part), of in positions.items() if part == 0}
+    pieces: dict[str, list[_Piece]] = {}
+    for (tp, part), of in positions.items():
+        for layout in layouts[tp].values():
+            for tensor, held in layout.held(*layout.bounds(part)):
+                pieces.setdefault(tensor.name, []).append(_Piece(of, held, tensor.tp_replica > 0))
+    return pieces
 
 
 class _Exchange:
