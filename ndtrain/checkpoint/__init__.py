@@ -23,7 +23,7 @@ from ndtrain.checkpoint.directory import (
     set_aside_later,
 )
 from ndtrain.checkpoint.elements import CheckpointError, DamagedCheckpoint, State, together
-from ndtrain.checkpoint.loading import has_other_state, load
+from ndtrain.checkpoint.loading import load, other_state
 from ndtrain.checkpoint.pretrained import check_folder, load_weights, model_folder, read_model
 from ndtrain.checkpoint.saver import Saved, Saver
 from ndtrain.checkpoint.saving import save
@@ -37,7 +37,6 @@ __all__ = [
     "State",
     "candidates",
     "check_folder",
-    "has_other_state",
     "inspect",
     "list_checkpoints",
     "load",
@@ -45,6 +44,7 @@ __all__ = [
     "load_weights",
     "model_folder",
     "older_checkpoints",
+    "other_state",
     "read_model",
     "save",
     "set_aside_later",

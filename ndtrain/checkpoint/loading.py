@@ -71,8 +71,9 @@ def load(path: Path, stages: Stages, mesh: Mesh, optimizer: bool = True) -> list
     return notes
 
 
-def has_other_state(path: Path, stages: Stages, mesh: Mesh) -> bool:
-    """Return True if a checkpoint has optimizer state of other kinds than the run. Call it on every rank.
+def other_state(path: Path, stages: Stages, mesh: Mesh) -> str | None:
+    """Return the name of a state tensor that a checkpoint has and the run has not, or the reverse. None: both have the
+    same. Call it on every rank.
 
     Raises:
         DamagedCheckpoint: on every rank, if state.json cannot be read.
@@ -81,9 +82,11 @@ def has_other_state(path: Path, stages: Stages, mesh: Mesh) -> bool:
     parts = parts_of(replace(stages.units.plan, ema=False, outer=False))["optimizer"]
     own = {p.prefix + t.name for p in parts for t in p.of(layouts)}
     copies = tuple(prefix for prefix, _ in (AVERAGE, *OUTER))
-    names = {t.name for t in layouts}
-    of_state = lambda name: not name.startswith(copies) and name.partition(".")[2] in names
-    return {name for name in _written_sums(path, mesh) if of_state(name)} != own
+    weights, written = {t.name for t in layouts}, _written_sums(path, mesh)
+    if not weights <= written.keys():
+        return None  # it is damaged, which `load` says
+    of_state = lambda name: not name.startswith(copies) and name.partition(".")[2] in weights
+    return min({name for name in written if of_state(name)} ^ own, default=None)
 
 
 def _written_sums(path: Path, mesh: Mesh) -> dict[str, list[str]]:

@@ -74,19 +74,18 @@ def fill_weights(setup: RunSetup, mesh: Mesh, stages: Stages) -> Start:
 
 
 def _resets(cfg: Config, path: Path, stages: Stages, mesh: Mesh) -> bool:
-    """Return True if the state of the optimizer starts from zero, because another optimizer wrote the checkpoint.
+    """Return True if the state of the optimizer starts from zero, because the checkpoint has other state.
 
     Raises:
-        ConfigError: another one wrote it, and `optim.reset` is not set.
+        ConfigError: it has other state, and `optim.reset` is not set.
     """
-    if not checkpoint.has_other_state(path, stages, mesh):
-        return False
-    if cfg.optim.reset:
-        return True
-    other = read_state(path)["config"].get("optim", {}).get("name", "another optimizer")
+    differs = checkpoint.other_state(path, stages, mesh)
+    if differs is None or cfg.optim.reset:
+        return differs is not None
+    other = read_state(path)["config"].get("optim", {}).get("name", "another one")
     raise ConfigError(
-        f"optim={cfg.optim.name}: {path} has the optimizer state of optim={other}: set optim.reset=true to start from "
-        "zero, or keep the optimizer"
+        f"optim={cfg.optim.name}: {path} has the state of optim={other} ({differs} is in one of them only): set "
+        "optim.reset=true to start from zero, or keep the optimizer and its keys"
     )
 
 

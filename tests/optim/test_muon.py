@@ -111,7 +111,7 @@ def check(got, want: dict[str, dict[str, torch.Tensor]], bound: float = 1e-9) ->
         assert off[worst] <= bound, f"{kind} of {worst} is off by {off[worst]:.2e}"
 
 
-SAMPLED = ((1, 2, 2, 1, 1), (2, 1, 1, 1, 4))
+SAMPLED = ((2, 1, 1, 1, 4),)
 MESHES = [
     pytest.param(mesh, marks=() if mesh in SAMPLED else pytest.mark.full, id="x".join(map(str, mesh)))
     for ranks in (1, 2, 4, 8)
@@ -323,6 +323,7 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_run_resumes_on_another_mesh(tmp_path):
     """With the state that is sharded, and with the state that the owners of matrices hold."""
     muon = ["optim=muon", "optim.normalize=neurons", "optim.ns_dtype=fp64"]
@@ -333,6 +334,7 @@ def test_run_resumes_on_another_mesh(tmp_path):
     assert losses(cut) == pytest.approx(losses(one), rel=1e-9)
 
 
+@pytest.mark.full
 def test_state_of_another_optimizer_is_refused_or_reset(tmp_path):
     """After a reset the state starts from zero, and bias correction counts from there. A checkpoint that is written
     afterwards has the new state, so a further resume keeps it."""
@@ -341,7 +343,7 @@ def test_state_of_another_optimizer_is_refused_or_reset(tmp_path):
     (path,) = (first / "checkpoints").iterdir()
     to_muon = ["optim=muon", f"resume={path}"]
     refused = ran(1, args_of(reset, *to_muon), code=2)
-    assert "has the optimizer state of optim=adamw: set optim.reset=true" in refused
+    assert "has the state of optim=adamw (exp_avg.model.layers.0." in refused and "set optim.reset=true" in refused
     noted = ran(1, args_of(reset, *to_muon, "optim.reset=true", "train.stop_at=6"))
     assert "the state of optim=muon starts from zero" in noted
     ran(1, args_of(reset, "optim=muon", "resume=auto", "train.stop_at=8"))

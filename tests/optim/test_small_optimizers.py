@@ -77,7 +77,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "torch" else pytest.param(n, marks=pytest.mark.full) for n in MESHES])
+@pytest.mark.full
+@pytest.mark.parametrize("name", MESHES)
 def test_training_on_mesh_equals_one_process(name):
     ranks, overrides, state = MESHES[name]
     kinds = [("weight", "master"), *((s, s) for s in state)]

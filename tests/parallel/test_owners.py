@@ -144,7 +144,7 @@ def state_of(overrides: list[str]) -> int:
     return sum(x.nbytes for u in stages.units.units.values() for x in u.state.values())
 
 
-@pytest.mark.parametrize("mesh", [["mesh.fsdp=4"], ["mesh.fsdp=2", "mesh.cp=2"]])
+@pytest.mark.parametrize("mesh", [["mesh.fsdp=4"], pytest.param(["mesh.fsdp=2", "mesh.cp=2"], marks=pytest.mark.full)])
 def test_state_is_one_momentum_for_hidden_matrices_and_two_moments_for_the_rest(mesh):
     overrides = ["model=llama_debug", "train.global_batch=4", "train.micro_batch=1", *mesh]
     m = resolve(load_config(overrides), 4).model
