@@ -11,7 +11,7 @@ With an optimizer of whole tensors, its owners are compared with other ways to d
 duplicated / owners above 1 means that owners are faster.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,12 +66,18 @@ def run(options: Options) -> None:
     save("optim", options, **result)
 
 
-def config_of(options: Options, ranks: int, *more: str) -> Config:
+def config_of(options: Options, ranks: int, optimizer: Sequence[str] | None = None) -> Config:
+    """Return the configuration of the update.
+
+    Args:
+        optimizer: the overrides of the optimizer; None: those in `options`.
+    """
     given = options.overrides.split()
     named = [] if any(word.startswith(("model", "recipe")) for word in given) else COMPUTE
-    optimizer = [] if any(word.startswith("optim=") for word in given) else MUON
-    batch = [f"train.global_batch={ranks}", "train.micro_batch=1"]
-    return resolve(load_config([*optimizer, *named, *given, *batch, f"mesh.{options.axis}={ranks}", *more]), ranks)
+    own = [word for word in given if word.startswith("optim")] or MUON
+    others = [word for word in given if not word.startswith("optim")]
+    batch = [f"train.global_batch={ranks}", "train.micro_batch=1", f"mesh.{options.axis}={ranks}"]
+    return resolve(load_config([*named, *others, *(own if optimizer is None else optimizer), *batch]), ranks)
 
 
 def measure(rank: int, options: Options) -> dict[str, Any]:
@@ -86,7 +92,7 @@ def measure(rank: int, options: Options) -> dict[str, Any]:
             ways["gathered"] = ours.gather_and_run
     if cfg.optim.name == "muon" and cfg.optim.ns_dtype == "bf16":
         ways["torch"] = torch_muon(alone)
-    ways["adamw"] = Updates(config_of(options, options.ranks, "optim=adamw"), rank).run
+    ways["adamw"] = Updates(config_of(options, options.ranks, ["optim=adamw"]), rank).run
     timers = {name: BlockTimer(way) for name, way in ways.items()}
     run_rounds(timers, options)
     return {
