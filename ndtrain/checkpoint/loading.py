@@ -84,7 +84,7 @@ def other_state(path: Path, stages: Stages, mesh: Mesh) -> str | None:
     copies = tuple(prefix for prefix, _ in (AVERAGE, *OUTER))
     weights, written = {t.name for t in layouts}, _written_sums(path, mesh)
     if not weights <= written.keys():
-        return None  # it is damaged, which `load` says
+        return None  # `load` refuses a damaged checkpoint
     of_state = lambda name: not name.startswith(copies) and name.partition(".")[2] in weights
     return min({name for name in written if of_state(name)} ^ own, default=None)
 
