@@ -383,9 +383,8 @@ class FlatLayout:
     def own_of(self, tensors: Tensors) -> tuple[int, int]:
         """Return the bounds of the elements of this rank's part that belong to these tensors. Padding belongs to
         OTHER."""
-        first, last = (0, self.hidden_numel) if tensors is Tensors.HIDDEN else (0, self.numel)
-        if tensors is Tensors.OTHER:
-            first = self.hidden_numel
+        first = self.hidden_numel if tensors is Tensors.OTHER else 0
+        last = self.hidden_numel if tensors is Tensors.HIDDEN else self.numel
         start, stop = self.own
         begin = min(max(start, first), stop)
         return begin, max(begin, min(stop, last))

@@ -8,7 +8,7 @@ from ndtrain.plugins import register_optimizer
 @register_optimizer("lion")
 class Lion(PerTensorOptimizer):
     """The update is the sign of a mixture of momentum and gradient. The paper recommends `optim.betas=[0.9,0.99]`, a
-    learning rate three to ten times smaller than AdamW's, and as much more weight decay."""
+    learning rate three to ten times smaller than AdamW's, and a weight decay that is larger by the same factor."""
 
     @classmethod
     def state_spec(cls, cfg: OptimConfig) -> tuple[StateSpec, ...]:

@@ -187,8 +187,10 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None, imbalan
     _make_process_groups(layouts, mesh, plan)
     parts = cfg.moe.parts if cfg.moe.overlap else 1
     units = _units(distribution, mesh, plan, layouts, names, graphs, parts)
-    if rounds := owner_rounds(cfg.optim, mesh.spec, mesh.rank, layouts.flat(names)) if trains else []:
+    if plan.whole is not None:
+        held = {name: unit.layout for name, unit in units.units.items()}
         of_rank = lambda rank: distribution.layouts(rank).flat(names)
+        rounds = owner_rounds(cfg.optim, mesh.spec, mesh.rank, held)
         units.owners = OwnerRounds(mesh, plan, rounds, of_rank, {name: u.grad for name, u in units.units.items()})
     balance = Balance(m, cfg.moe, shapes, cfg.train.global_batch * shapes.seq_len, mesh)
     matmul, objective = _matmul_impl(cfg.precision.compute, mesh, compiled), make_objective(cfg.objective, compiled)

@@ -76,37 +76,38 @@ class OffloadCopier:
     def run(self, update: Callable[[int], object]) -> None:
         """Call `update(i)` when the gradients of unit i are on the host, then copy its weights to the device. PyTorch's
         operators on the host use the rank's share of the cores."""
-        with using_threads(self._threads):
-            self._run(update)
+
+        def send_weights(i: int) -> None:
+            self._up.wait(i % _SLOTS)  # its memory held the weights of another unit
+            self._weights[i].copy_(self.units[i].master)
+            self._up.copy(i % _SLOTS, self.units[i].gather_source, self._weights[i])
+
+        self._each(update, send_weights)
 
     def run_on_gradients(self, change: Callable[[int], object]) -> None:
         """Call `change(i)` when the gradients of unit i are on the host, then copy them back to the device."""
+        send_gradients = lambda i: self._up.copy(i % _SLOTS, self.units[i].grad, self.gradients[i])
+        self._each(change, send_gradients, returns=True)
+
+    def _each(self, work: Callable[[int], object], send: Callable[[int], None], returns: bool = False) -> None:
+        """Call `work(i)` and `send(i)` for each unit, when its gradients are on the host.
+
+        Args:
+            returns: True if gradients are sent from where they arrive.
+        """
         with using_threads(self._threads):
             self._down.begin()
             self._up.begin()
             self._bring(0)
-            for i, unit in enumerate(self.units):
+            for i in range(len(self.units)):
                 self._down.wait(i % _SLOTS)
-                self._up.wait((i + 1) % _SLOTS)  # its memory still leaves
+                if returns:
+                    self._up.wait((i + 1) % _SLOTS)
                 if i + 1 < len(self.units):
                     self._bring(i + 1)
-                change(i)
-                self._up.copy(i % _SLOTS, unit.grad, self.gradients[i])
+                work(i)
+                send(i)
             self._up.end()
-
-    def _run(self, update: Callable[[int], object]) -> None:
-        self._down.begin()
-        self._up.begin()
-        self._bring(0)
-        for i, unit in enumerate(self.units):
-            self._down.wait(i % _SLOTS)
-            if i + 1 < len(self.units):
-                self._bring(i + 1)
-            update(i)
-            self._up.wait(i % _SLOTS)  # its memory held the weights of another unit
-            self._weights[i].copy_(unit.master)
-            self._up.copy(i % _SLOTS, unit.gather_source, self._weights[i])
-        self._up.end()
 
     def _bring(self, i: int) -> None:
         self._down.copy(i % _SLOTS, self.gradients[i], self.units[i].grad)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.mesh.sharding import TENSOR_AXIS, FlatLayout, TensorLayout, Tensors, UnitGroups
+from ndtrain.optim.optimizer import Shape
 
-Shape = tuple[int, ...]
 Cost = Callable[[TensorLayout], float]
 
 # elements of a batch of several tensors: enough for efficient products, and little memory compared with a unit

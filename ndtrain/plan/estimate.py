@@ -351,16 +351,8 @@ def _held(cfg: Config, costs: ModelCosts) -> list[_Held]:
     They are sharded over the data ranks that ep leaves."""
     spec, experts = MeshSpec.of(cfg.mesh), costs.of_experts
     cut = cfg.mesh.pp * cfg.mesh.tp
-    held = [
-        _Held(
-            (costs.parameters - experts) // cut,
-            costs.hidden // cut,
-            cfg.mesh.fsdp * cfg.mesh.cp,
-            "fsdp+cp",
-            "dp",
-            of_experts=False,
-        )
-    ]
+    others, hidden = (costs.parameters - experts) // cut, costs.hidden // cut
+    held = [_Held(others, hidden, cfg.mesh.fsdp * cfg.mesh.cp, "fsdp+cp", "dp", of_experts=False)]
     if experts:
         axes = [spec.beside_ep(axis) for axis in ("fsdp", "cp")]
         mine = experts // (cfg.mesh.pp * cfg.mesh.ep * LocalShapes.of(cfg).expert_parts)

@@ -14,7 +14,7 @@ from ndtrain.plan.events import Kernel
 
 Func = torch._ops.OpOverload
 
-_DTYPES = {
+DTYPE_NAMES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16",
     torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
 }  # fmt: skip
@@ -149,15 +149,15 @@ def kernel_of(func: Func, args: tuple, kwargs: dict[str, Any], access: Access) -
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if kind == "matmul":
         a, b = _factors(func, args)
-        return Kernel(kind, flops, access.bytes, _DTYPES[a.dtype], _matmul_shape(a, b), _name(func))
+        return Kernel(kind, flops, access.bytes, DTYPE_NAMES[a.dtype], _matmul_shape(a, b), _name(func))
     if kind == "attention":
         q, k = (_given(func, args, kwargs)[name] for name in ("query", "key"))
         if q.ndim == 3:  # segments: tokens, heads, head_dim
             shape = (1, q.shape[1], q.shape[0], k.shape[0], q.shape[2])
         else:
             shape = (*q.shape[:3], k.shape[2], q.shape[3])
-        return Kernel(kind, flops, access.bytes, _DTYPES[q.dtype], shape, _name(func))
-    floats = [_DTYPES[x.dtype] for x in tensors if x.dtype in _DTYPES]
+        return Kernel(kind, flops, access.bytes, DTYPE_NAMES[q.dtype], shape, _name(func))
+    floats = [DTYPE_NAMES[x.dtype] for x in tensors if x.dtype in DTYPE_NAMES]
     return Kernel("memory", 0, access.bytes, floats[0] if floats else "fp32", (), _name(func))
 
 

@@ -17,10 +17,9 @@ from functools import cached_property, reduce
 from itertools import groupby
 from typing import NamedTuple
 
-import torch
-
 from ndtrain.mesh.mesh import EP
 from ndtrain.plan.events import Collective, Event, Kernel, Piece
+from ndtrain.plan.operators import DTYPE_NAMES
 from ndtrain.plan.price import Prices
 from ndtrain.program import ops
 from ndtrain.program.build import UnitFacts
@@ -30,7 +29,6 @@ from ndtrain.program.step import RankPlan, StepProgram
 from ndtrain.schedule import Message
 
 HOST, STREAM = 0, 1
-_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
 _NEVER = -math.inf
 _UNTIMED = (ops.Accept, ops.Hand, ops.Free, ops.Open, ops.Close, ops.Offer, ops.AwaitTokens)
 CAUSES = ("launch", "tp", "cp", "ep", "fsdp", "dp", "pp")  # costs of a step besides kernels
@@ -357,7 +355,7 @@ class Simulation:
                     now = max(now, arrives["ScatterWhole", number])
                 case ops.ComputeWhole(number):
                     flops = max(batch.cost for batch in own.rounds[number].batches.values())
-                    now += costs.prices.kernel(Kernel("matmul", int(flops), 0, _NAMES[sent]))
+                    now += costs.prices.kernel(Kernel("matmul", int(flops), 0, DTYPE_NAMES[sent]))
         return now
 
     def _add_up_loads(self, ranks: Sequence[_Rank]) -> None:

@@ -13,6 +13,7 @@ from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.mesh.sequence_sharding import SequenceSharding
 from ndtrain.mesh.sharding import BATCH_AXES
+from ndtrain.model.init import standard_normal
 from ndtrain.model.objective import column_names
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.parallel.build import build_stages, initialise
@@ -148,6 +149,15 @@ def rank_state(stages, kinds: Sequence[tuple[str, str]] = KINDS) -> list[tuple]:
     state = [p for kind, buffer in kinds for p in owned_buffer(stages, kind, buffer)]
     biases = zip(stages.balance.layers, stages.balance.bias_LX.clone(), strict=True)
     return state + [("bias", f"layer {i}", b.shape, 0, b) for i, b in biases]
+
+
+def draw_gradients(stages, step: int) -> None:
+    """Sets the gradients of this rank's shards. They depend on the step and the element alone."""
+    for unit in stages.units.units.values():
+        for tensor, runs in unit.layout.runs(*unit.layout.own):
+            for run in runs:
+                drawn = standard_normal(step, tensor.name, run.global_start, run.length)
+                unit.grad[run.local_start : run.local_start + run.length] = drawn
 
 
 def owned(stages, kind, part):

@@ -15,7 +15,7 @@ from ndtrain.config import load_config, resolve, world_from_env
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import Transformer, params
-from ndtrain.model.init import fill, standard_normal
+from ndtrain.model.init import fill
 from ndtrain.model.transformer import hidden_matrices
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.optim import Muon, Update, WholeTensors, learning_rate
@@ -25,7 +25,7 @@ from ndtrain.parallel.grad_stats import GradStats
 from ndtrain.program import ops
 from ndtrain.program.build import whole_tensors
 from tests.lib.helpers import given_process_group
-from tests.lib.parity import FP64, Run, assemble, distance, make_batches, rank_run, rank_state
+from tests.lib.parity import FP64, Run, assemble, distance, draw_gradients, make_batches, rank_run, rank_state
 from tests.lib.ranks import run_ranks
 
 STEPS = 5
@@ -170,13 +170,11 @@ def rank_updates(overrides: list[str]):
     step = TrainingStep(cfg, mesh, stages)
     kinds = [*KINDS, *[("average", "ema")] * (cfg.optim.ema is not None)]
     for number in (1, 2, 3):
-        for unit in stages.units.units.values():
-            for t, runs in unit.layout.runs(*unit.layout.own):
+        draw_gradients(stages, number)
+        for unit in stages.units.units.values() if number == 2 else ():
+            for _, runs in unit.layout.runs(*unit.layout.own):
                 for r in runs:
-                    drawn = standard_normal(number, t.name, r.global_start, r.length)
-                    unit.grad[r.local_start : r.local_start + r.length] = drawn
-                    if number == 2:
-                        unit.grad[r.local_start] = float("nan")
+                    unit.grad[r.local_start] = float("nan")
         before, fine = rank_state(stages, kinds), number != 2
         norm = torch.tensor(2.0 if fine else float("nan")).double()
         step.optimizer.begin(number, 1e-2, GradStats(torch.tensor(1.0), norm, torch.tensor(fine)))

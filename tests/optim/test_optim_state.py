@@ -11,14 +11,13 @@ from ndtrain.checkpoint import Saver, State
 from ndtrain.config import ConfigError, load_config, resolve, world_from_env
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
-from ndtrain.model.init import standard_normal
 from ndtrain.optim import TensorSlice
 from ndtrain.optim.rounding import Place, draw, element_index, halves, keys, round_to_bf16
 from ndtrain.parallel.build import build_stages, initialise
 from ndtrain.parallel.distribution import Distribution
 from ndtrain.parallel.grad_stats import GradStats
 from tests.lib.helpers import tensor_bytes
-from tests.lib.parity import SHAPE, Run, assemble, distance, make_batches, rank_state, train
+from tests.lib.parity import SHAPE, Run, assemble, distance, draw_gradients, make_batches, rank_state, train
 from tests.lib.ranks import run_ranks
 from tests.parallel.test_parity_tp_cp import MODEL
 
@@ -90,11 +89,7 @@ def rank_updates(overrides: list[str]) -> tuple[Run, list[tuple]]:
     initialise(stages, cfg.run.seed)
     optimizer = TrainingStep(cfg, mesh, stages).optimizer
     for step in (1, 2, 3):
-        for unit in stages.units.units.values():
-            for t, runs in unit.layout.runs(*unit.layout.own):
-                for r in runs:
-                    drawn = standard_normal(step, t.name, r.global_start, r.length)
-                    unit.grad[r.local_start : r.local_start + r.length] = drawn
+        draw_gradients(stages, step)
         before, fine = rank_state(stages), step != 2
         optimizer.begin(step, 1e-2, GradStats(torch.tensor(1.0), torch.tensor(2.0).double(), torch.tensor(fine)))
         optimizer.finish()
