@@ -12,7 +12,13 @@ from ndtrain.config import registry
 from ndtrain.config.data_checks import check_data
 from ndtrain.config.foreign_names import meaning_of_value
 from ndtrain.config.island_checks import check_islands
-from ndtrain.config.lengths import check_positions, choose_length, fit_warmup, steps_of
+from ndtrain.config.lengths import (
+    check_batch_ramp,
+    check_positions,
+    choose_length,
+    fit_warmup,
+    note_long_ramp,
+)
 from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
 from ndtrain.config.moe_checks import resolve_balance
@@ -36,6 +42,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     check_model(cfg)
     require(cfg.run.name != "", "run.name is empty: give the run a name, e.g. run.name=first")
     require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
+    check_batch_ramp(cfg)
     resolve_balance(cfg)
     resolve_mesh(cfg, world_size)
     check_ep(cfg)
@@ -88,7 +95,7 @@ def resolve_epochs(cfg: Config, sequences: int | None) -> Config:
         sequences is not None, f"train.epochs={t.epochs:g}: the length of the data is unknown: set train.steps instead"
     )
     made = cfg.unfrozen()
-    made.train.steps = steps_of(t.epochs, sequences or 0, t.global_batch)
+    made.train.steps = t.batch_sizes.steps_for(t.epochs * (sequences or 0))  # the last may reach into a next epoch
     _resolve_steps(made)
     made.freeze()
     return made
@@ -146,7 +153,8 @@ def _resolve_schedule(cfg: Config) -> None:
         s.chunks = schedules.default_chunks(s.name)
     require(s.name != "csv" or bool(s.path), "schedule.path is missing: schedule=csv needs it")
     try:
-        table = schedules.build(s.name, cfg.mesh.pp, cfg.microbatches, s.chunks, s.path)
+        for size in cfg.train.batch_sizes.all:
+            table = schedules.build(s.name, cfg.mesh.pp, cfg.microbatches_of(size), s.chunks, s.path)
     except schedules.ScheduleError as error:
         raise ConfigError(f"schedule={s.name}: {error}") from error
     if s.split is not None:
@@ -254,14 +262,15 @@ def parse_bytes(key: str, value: int | str) -> int:
 
 def _check_train(cfg: Config) -> None:
     t, mesh = cfg.train, cfg.mesh
-    replicas = mesh.dp * mesh.fsdp
-    per_forward = replicas * t.micro_batch
-    require(
-        t.global_batch % per_forward == 0,
-        f"train.global_batch={t.global_batch} must be a multiple of mesh.dp x mesh.fsdp x train.micro_batch = "
-        f"{mesh.dp} x {mesh.fsdp} x {t.micro_batch} = {per_forward}: "
-        f"try train.global_batch={per_forward * max(1, round(t.global_batch / per_forward))}",
-    )
+    per_forward = mesh.dp * mesh.fsdp * t.micro_batch
+    for size in reversed(t.batch_sizes.all):
+        named = "train.global_batch={}" if size == t.global_batch else "a batch of {} in train.batch_ramp"
+        require(
+            size % per_forward == 0,
+            f"{named.format(size)} must be a multiple of mesh.dp x mesh.fsdp x train.micro_batch = "
+            f"{mesh.dp} x {mesh.fsdp} x {t.micro_batch} = {per_forward}: "
+            f"try {named.format(per_forward * max(1, round(size / per_forward)))}",
+        )
     require(t.stop_at is None or t.stop_at >= 1, f"train.stop_at={t.stop_at}: must be at least 1, or null")
     require(
         not (t.profile and t.trace),
@@ -273,6 +282,7 @@ def _check_train(cfg: Config) -> None:
 def _resolve_steps(cfg: Config) -> None:
     """Adjust and check the keys that depend on `train.steps`."""
     fit_warmup(cfg)
+    note_long_ramp(cfg)
     t, optim = cfg.train, cfg.optim
     origin = "" if t.epochs is None else f" (train.epochs={t.epochs:g})"
     if t.stop_at is not None:

@@ -80,6 +80,9 @@ def one_line(error: BaseException, search: Sequence[str] | None = None, override
     if added := _entries_of_null(error, overrides):
         return f"{added}: {_NULL}"
     causes = [e for e in (error, error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)]
+    element = re.match(r"Error merging override ([\w.]+)=", first)
+    if causes and element and not causes[0].full_key and "is not a ListConfig" in str(causes[0]):
+        return f"{element[1]}: its elements are lists, which need brackets: `[[...]]`"
     if causes:
         return _wrong_value(causes[0], path or _file_with(causes[0].full_key, chosen, overrides), keys)
     paths = list(dict.fromkeys([path, *chosen] if path else chosen))

@@ -37,6 +37,7 @@ _MEANINGS: dict[str, str] = {
     "train.micro_batch": "micro_batch_size per_device_train_batch_size pipeline_parallel_microbatch_size "
     "microbatch_size device_batch_size",
     "train.global_batch": "global_batch_size total_batch_size",
+    "train.batch_ramp": "rampup_batch_size step_batch_size_schedule batch_size_schedule batch_warmup",
     "train.global_batch; each rank has train.global_batch / (mesh.dp x mesh.fsdp) sequences": "local_batch_size "
     "batch_size batch",
     "train.global_batch; the number of microbatches follows from it and train.micro_batch": "grad_accum grad_acc_steps "

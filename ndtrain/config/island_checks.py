@@ -47,6 +47,10 @@ def check_islands(cfg: Config) -> None:
         "data.streaming=true reads a stream in order, but the rows of an island change: set data.streaming=false",
     )
     require(
+        not cfg.train.batch_ramp,
+        "train.batch_ramp: islands divide batches of one size among them: set train.batch_ramp=[]",
+    )
+    require(
         cfg.train.epochs is None, "train.epochs: islands need the number of steps: set train.steps, and epochs=null"
     )
 

@@ -3,7 +3,7 @@
 The sequence must fit the model's positions, the warmup must fit the run, and the run is given in steps or in epochs.
 """
 
-import math
+from itertools import pairwise
 
 from ndtrain.config.schema import Config, ConfigError, require
 
@@ -31,9 +31,21 @@ def choose_length(cfg: Config) -> None:
     require(not streams, f"train.epochs={t.epochs:g}: {what}: set train.steps, and train.epochs=null")
 
 
-def steps_of(epochs: float, sequences: int, global_batch: int) -> int:
-    """Return the number of steps that read every sequence `epochs` times. The last step may reach into a next epoch."""
-    return max(1, math.ceil(epochs * sequences / global_batch * (1 - 1e-12)))
+def check_batch_ramp(cfg: Config) -> None:
+    """Check the stages of `train.batch_ramp`. Batches only grow, so the last step needs the most memory.
+
+    Raises:
+        ConfigError: a stage is not a pair of positive numbers, or does not have more sequences than the one before.
+    """
+    t = cfg.train
+    key = f"train.batch_ramp={t.batch_ramp}"
+    pairs = all(len(stage) == 2 and min(stage) >= 1 for stage in t.batch_ramp)
+    require(pairs, f"{key}: each stage must be [sequences per step, number of steps], for example [[8,100],[16,200]]")
+    sizes = [sequences for sequences, _ in t.batch_ramp] + [t.global_batch]
+    require(
+        all(a < b for a, b in pairwise(sizes)),
+        f"{key}: batches must grow from stage to stage, up to less than train.global_batch={t.global_batch}",
+    )
 
 
 def check_positions(cfg: Config) -> None:
@@ -58,6 +70,16 @@ def check_positions(cfg: Config) -> None:
             "lower train.seq_len"
         )
     raise ConfigError(f"train.seq_len={length} exceeds model.max_position_embeddings={positions}: {fix}")
+
+
+def note_long_ramp(cfg: Config) -> None:
+    """Add a note if the run ends before a batch of `train.global_batch`."""
+    t = cfg.train
+    if t.batch_sizes.ramp_steps >= t.steps:
+        cfg.notes.append(
+            f"train.batch_ramp lasts {t.batch_sizes.ramp_steps} steps, and train.steps={t.steps}: no step has "
+            f"train.global_batch={t.global_batch} sequences"
+        )
 
 
 def fit_warmup(cfg: Config) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from omegaconf import II
 
+from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.schedule import NAMES as SCHEDULES
 
 
@@ -230,6 +231,8 @@ class TrainConfig(Section):
     stop_at: int | None = None  # last step of this run, to stop before the planned end; null: no early stop
     seq_len: int = at_least(1, 256)  # tokens per sequence
     global_batch: int = at_least(1, 16)  # sequences per step over the whole mesh
+    # stages with smaller batches before it, [sequences per step, number of steps] each, in ascending order
+    batch_ramp: list[list[int]] = field(default_factory=list)
     # sequences per forward on each rank; null: the rank's whole share of the batch, or a fraction of it if pp > 1
     micro_batch: int | None = at_least(1, None)
     loss_chunk: int = at_least(1, 1024)  # tokens per chunk of the loss, which holds the logits of one chunk at a time
@@ -247,6 +250,16 @@ class TrainConfig(Section):
     trace: bool = False  # timeline of one step, measured and predicted, written to the run folder
     # step (10) or range of steps (10-12) that PyTorch's profiler records into the run folder; null: no profile
     profile: str | None = None
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The number of sequences of each step."""
+        return BatchSizes(self.global_batch, tuple((sequences, steps) for sequences, steps in self.batch_ramp))
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the planned run: of all `steps`."""
+        return self.batch_sizes.before(self.steps) * self.seq_len
 
     @property
     def compile_asked(self) -> bool | None:
@@ -525,5 +538,16 @@ class Config(Section):
 
     @property
     def microbatches(self) -> int:
-        """The number of microbatches per step on each rank. The mesh must be resolved."""
-        return self.train.global_batch // (self.mesh.dp * self.mesh.fsdp * resolved(self.train.micro_batch))
+        """The number of microbatches per step on each rank, after `train.batch_ramp`. The mesh must be resolved."""
+        return self.microbatches_of(self.train.global_batch)
+
+    def with_batch(self, sequences: int) -> "Config":
+        """Return a copy in which every step has this many sequences. The mesh must be resolved."""
+        made = self.unfrozen()
+        made.train.global_batch, made.train.batch_ramp = sequences, []
+        made.freeze()
+        return made
+
+    def microbatches_of(self, sequences: int) -> int:
+        """Return the number of microbatches on each rank in a step of this many sequences."""
+        return sequences // (self.mesh.dp * self.mesh.fsdp * resolved(self.train.micro_batch))

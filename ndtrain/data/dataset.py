@@ -145,10 +145,10 @@ class IndexedData(Data):
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
         t, shuffle = cfg.train, cfg.data.shuffle
         sequences = [
-            Sequences(c.train, t.seq_len, t.global_batch, corpus_seed(cfg.run.seed, number), shuffle, c.name)
+            Sequences(c.train, t.seq_len, t.batch_sizes, corpus_seed(cfg.run.seed, number), shuffle, c.name)
             for number, c in enumerate(self.corpora)
         ]
-        return Mixture(sequences, self.mixture_order, t.global_batch) if self.mixture_order else sequences[0]
+        return Mixture(sequences, self.mixture_order, t.batch_sizes) if self.mixture_order else sequences[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class StreamingData(Data):
             self._reader(cfg, saved) if mesh.rank == 0 else None,
             group,
             cfg.train.seq_len,
-            cfg.train.global_batch,
+            cfg.train.batch_sizes,
             step,
             cfg.data.prefetch + _HISTORY,
             self._identity(cfg),

@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.data.mixture_order import MixtureOrder
 from ndtrain.data.token_array import Packing, TokenArray, Tokens
 
 
 class EndlessRun(ABC):
-    """Sequences numbered 0, 1, 2, ... without end. Sequence `i` of step `s` is number s * global_batch + i."""
+    """Sequences numbered 0, 1, 2, ... without end. The steps read them in this order."""
 
-    def __init__(self, global_batch: int):
-        self._global_batch = global_batch
+    def __init__(self, batch_sizes: BatchSizes):
+        self._batch_sizes = batch_sizes
 
     @abstractmethod
     def read(self, numbers: np.ndarray) -> np.ndarray:
@@ -36,15 +37,15 @@ class EndlessRun(ABC):
         Raises:
             IndexError: a row is outside the global batch.
         """
-        return self.read(global_numbers(step, rows, self._global_batch))
+        return self.read(global_numbers(step, rows, self._batch_sizes))
 
     def document_starts(self, step: int, rows: Sequence[int], tokens: np.ndarray, packing: Packing) -> list[np.ndarray]:
         """Return for each row the positions in its `tokens` at which documents start, without position 0."""
-        return self.starts(global_numbers(step, rows, self._global_batch), tokens, packing)
+        return self.starts(global_numbers(step, rows, self._batch_sizes), tokens, packing)
 
     def columns(self, step: int, rows: Sequence[int]) -> Mapping[str, np.ndarray]:
         """Return further data about the tokens of these rows: name -> [len(rows), T + 1, ...]."""
-        return self.columns_of(global_numbers(step, rows, self._global_batch))
+        return self.columns_of(global_numbers(step, rows, self._batch_sizes))
 
     def columns_of(self, numbers: np.ndarray) -> Mapping[str, np.ndarray]:
         """Return the columns of sequences `numbers` of the run: name -> [n, T + 1, ...]."""
@@ -52,7 +53,7 @@ class EndlessRun(ABC):
 
     def where(self, step: int, i: int) -> str:
         """Return a text that names sequence `i` of `step` and its corpus, for messages."""
-        return self.name(int(global_numbers(step, [i], self._global_batch)[0]))
+        return self.name(int(global_numbers(step, [i], self._batch_sizes)[0]))
 
     def state(self, step: int) -> None:
         """Return None: a resumed run needs only the number of the step."""
@@ -75,7 +76,7 @@ class Sequences(EndlessRun):
         self,
         tokens: Tokens,
         seq_len: int,
-        global_batch: int,
+        batch_sizes: BatchSizes,
         seed: int,
         shuffle: bool,
         name: str = "the corpus",
@@ -85,7 +86,7 @@ class Sequences(EndlessRun):
         Raises:
             ValueError: there are fewer tokens than one sequence needs.
         """
-        super().__init__(global_batch)
+        super().__init__(batch_sizes)
         self.count = (len(tokens) - 1) // seq_len
         if self.count < 1:
             raise ValueError(f"{len(tokens)} tokens are fewer than one sequence of {seq_len} + 1")
@@ -98,7 +99,7 @@ class Sequences(EndlessRun):
 
     def index(self, step: int, i: int) -> int:
         """Return the index in the corpus of sequence `i` of `step`."""
-        return int(self._indices(global_numbers(step, [i], self._global_batch))[0])
+        return int(self._indices(global_numbers(step, [i], self._batch_sizes))[0])
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
         out = np.empty((len(numbers), self.length), np.int64)
@@ -122,8 +123,8 @@ class Sequences(EndlessRun):
 class Mixture(EndlessRun):
     """The sequences of several corpora. `order` assigns each sequence of the run to a corpus."""
 
-    def __init__(self, corpora: Sequence[Sequences], order: MixtureOrder, global_batch: int):
-        super().__init__(global_batch)
+    def __init__(self, corpora: Sequence[Sequences], order: MixtureOrder, batch_sizes: BatchSizes):
+        super().__init__(batch_sizes)
         self._corpora, self._order = corpora, order
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
@@ -152,16 +153,16 @@ def epoch_indices(numbers: np.ndarray, count: int, seed: int, shuffle: bool) -> 
     return _permute(position, epoch, count, seed) if shuffle else position
 
 
-def global_numbers(step: int, rows: Sequence[int], global_batch: int) -> np.ndarray:
+def global_numbers(step: int, rows: Sequence[int], batch_sizes: BatchSizes) -> np.ndarray:
     """Return the numbers, counted over all steps, of sequences `rows` of a step's global batch, int64 [len(rows)].
 
     Raises:
         IndexError: a row is outside the global batch.
     """
-    rows = np.asarray(rows, np.int64)
-    if rows.size and not (rows.min() >= 0 and rows.max() < global_batch):
-        raise IndexError(f"rows {rows.min()} to {rows.max()} of a global batch of {global_batch}")
-    return step * global_batch + rows
+    rows, size = np.asarray(rows, np.int64), batch_sizes.at(step)
+    if rows.size and not (rows.min() >= 0 and rows.max() < size):
+        raise IndexError(f"rows {rows.min()} to {rows.max()} of a global batch of {size}")
+    return batch_sizes.before(step) + rows
 
 
 # ------------------------------------------------------------------------------------------------------- permutation

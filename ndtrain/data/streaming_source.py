@@ -1,6 +1,6 @@
 """A streaming dataset as the source of batches: one rank reads it, and all ranks see the same tokens, on any mesh.
 
-Shapes: T tokens of a sequence.
+Shapes: B sequences of a step, T tokens of a sequence.
 """
 
 from bisect import bisect
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ndtrain.config import ConfigError
+from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.data.batches import Source
 from ndtrain.data.hf import one_line
 from ndtrain.data.order import global_numbers
@@ -39,13 +40,13 @@ class StreamingSource(Source):
         reader: TokenReader | None,
         group: dist.ProcessGroup | None,
         seq_len: int,
-        global_batch: int,
+        batch_sizes: BatchSizes,
         step: int,
         history: int,
         identity: str,
         name: str,
     ):
-        self._reader, self._group, self._seq_len, self._global_batch = reader, group, seq_len, global_batch
+        self._reader, self._group, self._seq_len, self._batch_sizes = reader, group, seq_len, batch_sizes
         self._next, self._history, self._identity, self._name = step, history, identity, name
         self._states: dict[int, dict[str, Any] | None] = {}  # of the reader before each step
         self._documents: dict[int, list[tuple[int, str]]] = {}  # of each step: (first token, name)
@@ -61,13 +62,13 @@ class StreamingSource(Source):
         """
         if step != self._next:
             raise ValueError(f"step {step} of a streaming dataset was requested, but the next step is {self._next}")
-        rows = global_numbers(0, rows, self._global_batch)
+        rows = global_numbers(step, rows, self._batch_sizes) - self._batch_sizes.before(step)
         tokens = self._broadcast_step(step)
         self._next += 1
         return sliding_window_view(tokens, self._seq_len + 1)[:: self._seq_len][rows].astype(np.int64)
 
     def where(self, step: int, i: int) -> str:
-        number = f"sequence {step * self._global_batch + i} of {self._name}"
+        number = f"sequence {self._batch_sizes.before(step) + i} of {self._name}"
         documents = self._documents.get(step)
         if documents is None:
             return number
@@ -92,8 +93,8 @@ class StreamingSource(Source):
     def close(self) -> None: ...
 
     def _broadcast_step(self, step: int) -> np.ndarray:
-        """Return the tokens of a step, the same on every rank, int32 [global_batch * T + 1]."""
-        count = self._global_batch * self._seq_len + 1
+        """Return the tokens of a step, the same on every rank, int32 [B * T + 1]."""
+        count = self._batch_sizes.at(step) * self._seq_len + 1
         buffer = torch.zeros(1 + count, dtype=torch.int32)  # length of an error message (0: no error), then the tokens
         message, cause = b"", None
         if self._reader is not None:

@@ -67,8 +67,11 @@ class TraceCallback(Callback):
         self._trace: Trace | None = None
 
     def before_step(self) -> None:
-        if self.trainer.state.step + 1 == self._at:
-            self._tracer = Tracer(self.trainer.train_step.executor, self.trainer.mesh)
+        trainer = self.trainer
+        if trainer.state.step + 1 == self._at:
+            rows = trainer.cfg.train.batch_sizes.at(trainer.state.step)
+            trainer.train_step.use_executors(trainer.cfg.microbatches_of(rows))
+            self._tracer = Tracer(trainer.train_step.executor, trainer.mesh)
 
     def after_step(self) -> dict[str, float]:
         if self._tracer:
@@ -132,7 +135,7 @@ class NonFiniteCallback(Callback):
 
     def _sequences(self, step: int) -> str:
         """Return the names of a step's sequences as text, grouped by corpus."""
-        rows = range(self.trainer.cfg.train.global_batch)
+        rows = range(self.trainer.cfg.train.batch_sizes.at(step - 1))
         of: dict[str, list[str]] = {}
         for i in rows[:NAMED]:
             where = self.trainer.source.where(step - 1, i)

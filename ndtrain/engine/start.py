@@ -164,6 +164,7 @@ def order_of(cfg: Config, data: Data) -> dict[str, Any]:
         "run.seed": cfg.run.seed,
         "train.seq_len": cfg.train.seq_len,
         "train.global_batch": cfg.train.global_batch,
+        "train.batch_ramp": cfg.train.batch_ramp or None,
         "data.shuffle": cfg.data.shuffle,
         "data.pack": _told_apart_by(data) if cfg.data.pack else None,
     }

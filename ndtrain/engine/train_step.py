@@ -94,28 +94,29 @@ class TrainingStep:
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
         self.cfg, self.mesh, self.stages = cfg, mesh, stages
-        self.executor = self._executor(stages.placement.schedule)
-        self._executors = {stages.placement.schedule.microbatches: self.executor}
-        self.look_ahead = forwards(cfg, mesh, stages, loss=False) if stages.balance.pooled else None
+        self.executor, self.look_ahead = self._make_executors(stages.placement.schedule)
+        self._executors = {stages.placement.schedule.microbatches: (self.executor, self.look_ahead)}
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
         self.rows = cfg.train.global_batch
         self._reruns = 0  # of the current step
 
-    def _executor(self, schedule: Schedule) -> Executor:
+    def _make_executors(self, schedule: Schedule) -> tuple[Executor, Executor | None]:
+        """Return the executor of a step with this schedule, and that of the forward before it, if there is one."""
         stages, cfg = self.stages, self.cfg
         layers = line_up(stages.segments, stages.placement.last)
         pipeline = Pipeline(schedule, self.mesh, LocalShapes.of(cfg).stream, stages.units.compute)
         losses = 1 + len(stages.objective.sums)
         experts, offers = Experts.of(cfg.model, cfg.moe), offers_gradients(cfg.islands)
-        return Executor(layers, stages, pipeline, stages.recompute.groups, losses, experts, offers)
+        ahead = forwards(cfg, self.mesh, stages, schedule, loss=False) if stages.balance.pooled else None
+        return Executor(layers, stages, pipeline, stages.recompute.groups, losses, experts, offers), ahead
 
-    def _use_executor(self, microbatches: int) -> None:
-        """Use an executor for this number of microbatches. With islands the number may change from step to step."""
+    def use_executors(self, microbatches: int) -> None:
+        """Use the executors for this number of microbatches. It changes in `train.batch_ramp` and with islands."""
         if microbatches not in self._executors:
             s = self.cfg.schedule
             schedule = schedules.build(s.name, self.cfg.mesh.pp, microbatches, s.chunks, s.path)
-            self._executors[microbatches] = self._executor(schedule)
-        self.executor = self._executors[microbatches]
+            self._executors[microbatches] = self._make_executors(schedule)
+        self.executor, self.look_ahead = self._executors[microbatches]
 
     def run(self, step: int, batches: Sequence[Batch], signals: Signals = lambda: (0.0,)) -> PendingReport:
         """Run step number `step`, counted from 1, on this rank's microbatches."""
@@ -133,21 +134,22 @@ class TrainingStep:
                 None: the tokens of the ranks' batches are all tokens.
         """
         RECORDER.begin(step)
-        self._use_executor(len(batches))
+        self.use_executors(len(batches))
         self._reruns, capacity = 0, self.stages.capacity
         weight = total_weight(self.stages.objective, batches) if weight is None else weight
         if capacity is None:
-            return self._forward_backward(batches, weight)
+            return self._forward_backward(step, batches, weight)
         while True:
             with capacity.in_use():
-                loss = self._forward_backward(batches, weight)
+                loss = self._forward_backward(step, batches, weight)
             if not capacity.exceeded:
                 return loss
             capacity.grow()
             self._reruns += 1
 
-    def _forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
-        self.stages.balance.begin_step()
+    def _forward_backward(self, step: int, batches: Sequence[Batch], weight: Tensor) -> Tensor:
+        t = self.cfg.train
+        self.stages.balance.begin_step(t.batch_sizes.at(step - 1) * t.seq_len)
         tokens = TokenCount(weight, self.mesh.group(*DATA_AXES))
         made = contexts(self.stages, batches, tokens.scale)
         if self.look_ahead is not None:
@@ -217,7 +219,7 @@ class Evaluation:
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
         self.mesh, self.stages = mesh, stages
-        self.executor = forwards(cfg, mesh, stages)
+        self.executor = forwards(cfg, mesh, stages, stages.placement.schedule)
         self._is_first = not any(mesh.coords[axis] for axis in AXES if axis not in DATA_AXES)
 
     def run(self, passes: Iterable[Sequence[Batch]]) -> Evaluated:
@@ -239,18 +241,18 @@ class Evaluation:
         return Evaluated((loss / weight).item() if weight else 0.0, int(tokens.long()))
 
 
-def forwards(cfg: Config, mesh: Mesh, stages: Stages, loss: bool = True) -> Executor:
+def forwards(cfg: Config, mesh: Mesh, stages: Stages, schedule: Schedule, loss: bool = True) -> Executor:
     """Return an executor that runs only the forward passes of a step.
 
     Args:
+        schedule: of the step.
         loss: True to run head and loss too. False: the loss is 0, and the loads of experts are summed.
     """
-    schedule = schedules.forwards(stages.placement.schedule)
     layers = line_up(stages.segments, stages.placement.last)
     if not loss:
         none = lambda x, ctx: x.new_zeros(1)
         layers = [layer._replace(run=none, units=()) if layer.loss else layer for layer in layers]
-    pipeline = Pipeline(schedule, mesh, LocalShapes.of(cfg).stream, stages.units.compute)
+    pipeline = Pipeline(schedules.forwards(schedule), mesh, LocalShapes.of(cfg).stream, stages.units.compute)
     losses, experts = 1 + len(stages.objective.sums), NO_EXPERTS if loss else Experts.of(cfg.model, cfg.moe)
     return Executor(layers, stages, pipeline, (), losses, experts)
 

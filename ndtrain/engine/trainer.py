@@ -239,6 +239,7 @@ class Trainer:
             self.state.step, loss = of_all.done, of_all.losses
         else:
             batches, waited = self.get_batch()
+            self.train_step.rows = self.cfg.train.batch_sizes.at(self.state.step)
             loss = self.forward_backward(batches)
         report = self.update(loss, waited)
         if self.islands:
@@ -270,8 +271,9 @@ class Trainer:
         islands = (self.islands.signal(),) if self.islands else ()
         signals = lambda: (self.stop.asked(), peak_memory_bytes(self.mesh.device), waited, *islands)
         report = self.train_step.update(self.state.step + 1, loss, signals)
+        t = self.cfg.train
+        self.state.tokens += t.batch_sizes.at(self.state.step) * t.seq_len
         self.state.step += 1
-        self.state.tokens += self.cfg.train.global_batch * self.cfg.train.seq_len
         return report
 
     def after_step(self, report: PendingReport, began: float) -> None:
@@ -308,7 +310,8 @@ class Trainer:
 
     def microbatches(self, source: Tokens, step: int) -> list[Batch]:
         """Return this rank's part of the global batch of a step. Steps are counted from 0."""
-        return rank_batches(self.cfg, self.mesh, self.data, source, step)
+        rows = range(self.cfg.train.batch_sizes.at(step))
+        return rank_batches(self.cfg, self.mesh, self.data, source, step, rows)
 
     def close(self) -> None:
         """Close the watchdog, metrics and signal handlers, and release the run folder. Works after an error too."""

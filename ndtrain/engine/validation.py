@@ -37,8 +37,8 @@ class Validation:
 
         Every rank returns the same numbers.
         """
-        cfg, held = self._cfg, self._held()
-        batches = lambda i: [held.readable(b) for b in rank_batches(cfg, self._mesh, self._data, held, i)]
+        cfg, held, rows = self._cfg, self._held(), range(self._cfg.train.global_batch)
+        batches = lambda i: [held.readable(b) for b in rank_batches(cfg, self._mesh, self._data, held, i, rows)]
         passes = ([b.to(self._mesh.device) for b in batches(i)] for i in range(held.passes))
         return self._evaluation.run(passes)
 
@@ -46,15 +46,13 @@ class Validation:
         return self._data.validation_set(self._arrays, self._cfg)
 
 
-def rank_batches(
-    cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int, rows: Sequence[int] | None = None
-) -> list[Batch]:
+def rank_batches(cfg: Config, mesh: Mesh, data: Data, source: Tokens, step: int, rows: Sequence[int]) -> list[Batch]:
     """Return this rank's part of the global batch of a step. Steps are counted from 0.
 
     Args:
-        rows: the rows that all ranks together compute; None: all rows.
+        rows: the rows that all ranks together compute.
     """
-    mine = rows_here(mesh, range(cfg.train.global_batch) if rows is None else rows)
+    mine = rows_here(mesh, rows)
     return _batches(cfg, mesh, data, source, step, mine, resolved(cfg.train.micro_batch))
 
 

@@ -85,13 +85,13 @@ class PooledShares:
         loads_LX: the loads in that forward.
     """
 
-    def __init__(self, loads_LX: Tensor, tokens: int):
-        self.loads_LX, self._tokens = loads_LX, tokens
+    def __init__(self, loads_LX: Tensor):
+        self.loads_LX = loads_LX
         self._shares_X = loads_LX.sum(0)
 
-    def fix(self) -> None:
-        """Compute the shares from the loads, once these are summed over all ranks."""
-        self._shares_X = self.loads_LX.sum(0) / (len(self.loads_LX) * self._tokens)
+    def fix(self, tokens: int) -> None:
+        """Compute the shares from the loads of this many tokens, once these are summed over all ranks."""
+        self._shares_X = self.loads_LX.sum(0) / (len(self.loads_LX) * tokens)
 
     def __call__(self, routing: Routing) -> Tensor:
         """Return the shares, [X]."""
@@ -105,9 +105,6 @@ class Balance:
     """`Ops.balance` of all layers of the model, and the state of their balance. Every rank has the state of every
     layer.
 
-    Args:
-        tokens: tokens of a step on all ranks together.
-
     Attributes:
         layers: the indices of the layers with experts, in order.
         bias_LX: fp32, the selection biases of these layers.
@@ -115,7 +112,7 @@ class Balance:
         names: the names of the `numbers`.
     """
 
-    def __init__(self, m: ModelConfig, moe: MoEConfig, shapes: LocalShapes, tokens: int, mesh: Mesh):
+    def __init__(self, m: ModelConfig, moe: MoEConfig, shapes: LocalShapes, mesh: Mesh):
         self.mesh, self.layers, experts = mesh, sparse_layers(m), m.num_experts or 0
         zeros = lambda width, dtype: torch.zeros(len(self.layers), width, dtype=dtype, device=mesh.device)
         self.bias_LX = zeros(experts, torch.float32)
@@ -123,11 +120,11 @@ class Balance:
         self._sums = zeros(experts + LOSSES, torch.float64)  # the sums of this step: loads, then losses
         self._rows: dict[Tensor, int] = {}  # bias of a block -> its row in the sums
         self._counts_here = shapes.shards_stream or mesh.coords["tp"] == 0
-        self.pooled = PooledShares(zeros(experts, torch.float64), tokens) if looks_ahead(m, moe) else None
+        self.pooled = PooledShares(zeros(experts, torch.float64)) if looks_ahead(m, moe) else None
         self._looks_ahead, self._pending = False, Pending(())
         self._loss = self._make_loss(m, moe, shapes)
         self._z_factor = moe.z_loss * len(self.layers)
-        self._per_token = 1 / max(1, len(self.layers) * tokens)
+        self._tokens = 1  # of the step, on all ranks together
         self.names = self._names()
 
     def _make_loss(self, m: ModelConfig, moe: MoEConfig, shapes: LocalShapes) -> BalanceLoss | None:
@@ -182,7 +179,18 @@ class Balance:
         finally:
             self._looks_ahead = False
 
-    def begin_step(self) -> None:
+    @property
+    def _per_token(self) -> float:
+        """The factor of a sum over tokens and layers that makes it a mean."""
+        return 1 / (len(self.layers) * self._tokens)
+
+    def begin_step(self, tokens: int) -> None:
+        """Start the sums of a step from zero.
+
+        Args:
+            tokens: of the step, on all ranks together.
+        """
+        self._tokens = tokens
         self._sums.zero_()
 
     def sum_loads(self) -> None:
@@ -197,7 +205,7 @@ class Balance:
         """Wait for the sum of the loads."""
         self._pending.wait()
         if self._looks_ahead:
-            resolved(self.pooled).fix()
+            resolved(self.pooled).fix(self._tokens)
 
     def sums_here(self) -> Tensor:
         """Return this rank's loads and losses of the step, fp64 [L, X + LOSSES]. The ranks' numbers add up."""

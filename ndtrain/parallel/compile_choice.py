@@ -61,7 +61,7 @@ def _unneeded(of_rank: float, device: str, trains: bool = True) -> str:
 
 def rank_flops(t: TrainConfig, m: ModelConfig, mesh: MeshSpec) -> float:
     """Return the model FLOPs of each rank over the whole run."""
-    return t.steps * t.global_batch * t.seq_len * flops.flops_per_token(m, t.seq_len) / mesh.world_size
+    return t.tokens * flops.flops_per_token(m, t.seq_len) / mesh.world_size
 
 
 def _compiler_of(device: torch.device) -> bool:

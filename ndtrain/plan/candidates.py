@@ -165,8 +165,9 @@ class Space:
         """Yield a candidate for each microbatch, kind of cp and size of ep on a mesh. Every other setting has the first
         of its choices."""
         pp, dp, fsdp, cp, _ = mesh
-        share = max(1, self.cfg.train.global_batch // (dp * fsdp))
-        sizes = [n for n in _divisors(share) if n <= MOST_MICRO_BATCH and pp * share // n <= MOST_FORWARDS]
+        sizes_of_steps = self.cfg.train.batch_sizes.all
+        share, common = (max(1, n // (dp * fsdp)) for n in (sizes_of_steps[-1], math.gcd(*sizes_of_steps)))
+        sizes = [n for n in _divisors(common) if n <= MOST_MICRO_BATCH and pp * share // n <= MOST_FORWARDS]
         kinds = ["ring", "ulysses"] if cp > 1 else [self.cfg.cp.kind]
         first = self.zeros(mesh)[0], self.stages(pp)[0], self.recomputes()[0]
         sizes, kinds = (

@@ -23,7 +23,7 @@ from ndtrain.plan.fault_tolerance import (
 )
 from ndtrain.plan.hardware import Hardware, load_hardware
 from ndtrain.plan.options import LinkOptions, RunOptions, above_0, planned_config, write_file
-from ndtrain.plan.predict import Predictor
+from ndtrain.plan.predict import Predictor, run_seconds
 from ndtrain.plan.report import si, table
 
 LONG = 1e5 * 365 * DAY  # longer times are printed as "never"
@@ -122,7 +122,7 @@ def bill_of(cfg: Config, cluster: Cluster, plan: Plan, step_s: float, price: flo
     if not plan.shares.training:
         rate = f"a failure every {duration(cluster.mtbf_s)} and restarts of {duration(plan.restart_s)}"
         raise ConfigError(f"{rate}: the run never ends: raise mtbf_gpu_h and mtbf_host_h")
-    days = cfg.train.steps * step_s / plan.shares.training / DAY
+    days = run_seconds(cfg, step_s) / plan.shares.training / DAY
     hours = 24 * days * cluster.gpus
     tokens_per_s = cfg.train.global_batch * cfg.train.seq_len / step_s * plan.shares.training
     return Bill(step_s, max(1, round(plan.interval_s / step_s)), tokens_per_s, days, hours, price and price * hours)
@@ -178,7 +178,7 @@ def _about_islands(result: Result, loss: IslandLoss) -> list[str]:
 def _assumed(result: Result) -> list[str]:
     """Return lines with the plans' assumptions: failures, a checkpoint, a restart, and the run."""
     cfg, options, cluster = result.cfg, result.options, result.cluster
-    tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
+    tokens = cfg.train.tokens
     size = checkpoint_bytes(cfg.model, state_plan(cfg))
     how = "predicted" if options.step_time_s is None else "given"
     return [

@@ -194,6 +194,7 @@ def _reduced(cfg: Config, blocks: int, compiled: bool) -> Config:
         m.mlp_only_layers = list(range(blocks)) if mixed else []
     mesh.pp, mesh.dp, mesh.fsdp, mesh.zero = 1, 2 * mesh.ep, 1, 1
     t.compile, t.global_batch, t.steps = compiled, mesh.dp * resolved(t.micro_batch) * (3 if splits else 2), 1
+    t.batch_ramp = []
     small.freeze()
     return small
 

@@ -331,17 +331,26 @@ def run_length(cfg: Config, step_time_s: float, devices: int) -> RunLength | Non
     failures and checkpoints.)
 
     Args:
+        step_time_s: of a step after `train.batch_ramp`.
         devices: of one island.
     """
-    if not cfg.train.steps:
+    t = cfg.train
+    if not t.steps:
         return None
-    tokens_a_step, seconds = cfg.train.global_batch * cfg.train.seq_len, cfg.train.steps * step_time_s
+    seconds = run_seconds(cfg, step_time_s)
     return RunLength(
-        tokens=cfg.train.steps * tokens_a_step,
-        tokens_per_day=tokens_a_step * DAY / step_time_s,
+        tokens=t.tokens,
+        tokens_per_day=t.global_batch * t.seq_len * DAY / step_time_s,
         days=seconds / DAY,
         gpu_hours=islands_of(cfg) * devices * seconds / HOUR,
     )
+
+
+def run_seconds(cfg: Config, step_time_s: float) -> float:
+    """Return the seconds of all steps. A step of `train.batch_ramp` is assumed to take less in proportion to its
+    sequences."""
+    t = cfg.train
+    return step_time_s * t.batch_sizes.before(t.steps) / t.global_batch
 
 
 # ------------------------------------------------------------------------------------------------------------- the text

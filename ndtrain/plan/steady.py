@@ -58,10 +58,7 @@ def sample_of(cfg: Config) -> Sample | None:
 
 def with_microbatches(cfg: Config, count: int) -> Config:
     """Return a run with another number of microbatches per step."""
-    made = cfg.unfrozen()
-    made.train.global_batch = cfg.train.global_batch // cfg.microbatches * count
-    made.freeze()
-    return made
+    return cfg.with_batch(cfg.train.global_batch // cfg.microbatches * count)
 
 
 def extended(fewer: RecordedStep, more: RecordedStep, sample: Sample) -> RankRecord:

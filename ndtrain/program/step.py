@@ -140,7 +140,8 @@ def prove_if_short(cfg: Config, device: str) -> bool:
     table = Distribution.of(cfg).placement.schedule.table
     if len(table) == 1 or cfg.recompute.name == "budget" or sum(map(len, table)) > _SHORT:
         return False
-    StepProgram.of(cfg, device=device).prove()
+    for sequences in cfg.train.batch_sizes.all:
+        StepProgram.of(cfg.with_batch(sequences), device=device).prove()
     return True
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from ndtrain import checkpoint
 from ndtrain.checkpoint import State
+from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.config.store import folder_at
 from ndtrain.data import Sequences, microbatches, rows_of
 from ndtrain.engine.train_step import TrainingStep
@@ -71,7 +72,9 @@ class Training(RankStages):
     def steps(self, step: TrainingStep, after: State, number_of: int) -> list[Row]:
         """Some steps after a state. Only the state determines their data."""
         t, sharding, mesh, reported = self.cfg.train, SequenceSharding.of(self.cfg), self.mesh, []
-        sequences = Sequences(TOKENS, t.seq_len, after.order["train.global_batch"], after.order["run.seed"], True)
+        sequences = Sequences(
+            TOKENS, t.seq_len, BatchSizes(after.order["train.global_batch"]), after.order["run.seed"], True
+        )
         rows = rows_of(mesh.index(*BATCH_AXES), mesh.size(*BATCH_AXES), t.global_batch)
         for number in range(after.step + 1, after.step + 1 + number_of):
             batches = microbatches(sequences, number - 1, rows, t.micro_batch, sharding, mesh.index("cp"))

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from ndtrain.config import ConfigError, to_config
+from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.data import (
     Batch,
     Prefetcher,
@@ -89,7 +90,7 @@ def documents(data) -> list[str]:
 
 
 def sequences(count=10, seq_len=4, global_batch=6, seed=0, shuffle=True) -> Sequences:
-    return Sequences(np.arange(count * seq_len + 1), seq_len, global_batch, seed, shuffle)
+    return Sequences(np.arange(count * seq_len + 1), seq_len, BatchSizes(global_batch), seed, shuffle)
 
 
 @given(count=st.integers(1, 3000), epoch=st.integers(0, 10**6), seed=st.integers(0, 2**63))
@@ -116,7 +117,7 @@ def test_shuffle_is_uniform_over_positions():
 
 def test_shuffle_needs_no_index_of_a_huge_corpus():
     tokens = np.broadcast_to(np.uint16(7), (10**15,))
-    sampled = Sequences(tokens, seq_len=1, global_batch=8, seed=3, shuffle=True)
+    sampled = Sequences(tokens, seq_len=1, batch_sizes=BatchSizes(8), seed=3, shuffle=True)
     assert sampled.count == 10**15 - 1
     assert len({sampled.index(10**12, i) for i in range(8)}) == 8
 
@@ -158,8 +159,8 @@ def test_rows_of_refuses_indivisible_or_outside_rows():
     with pytest.raises(IndexError):
         sequences().tokens(0, [6])
     with pytest.raises(ValueError, match="fewer than one sequence"):
-        Sequences(np.arange(4), 4, 1, 0, False)
-    assert [Sequences(np.arange(n), 4, 1, 0, False).count for n in (5, 8, 9)] == [1, 1, 2]
+        Sequences(np.arange(4), 4, BatchSizes(1), 0, False)
+    assert [Sequences(np.arange(n), 4, BatchSizes(1), 0, False).count for n in (5, 8, 9)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -170,7 +171,7 @@ def test_bin_file_without_shuffle_has_the_documented_layout(tmp_path, dtype):
     data = open_data(config({"name": "bin", "path": str(tmp_path / "tokens.bin"), "dtype": dtype}, tmp_path))
     assert np.array_equal(data.train[0], ids) and not data.validation
     assert data.tokenizer is None and data.vocab_size == ids.max() + 1
-    sampled = Sequences(data.train[0], length, batch, seed=5, shuffle=False)
+    sampled = Sequences(data.train[0], length, BatchSizes(batch), seed=5, shuffle=False)
     assert sampled.count == count
     for step in range(8):  # more than three epochs
         for i, row in enumerate(sampled.tokens(step, range(batch))):
@@ -228,7 +229,7 @@ packed_tokens = st.integers(1, 4).flatmap(
 
 def test_packed_rows_equal_worked_example():
     ids = np.array([5, 0, 3, 4, 0, 0, 7, 8, 0, 6, 6, 6, 6, 6, 6, 6, 0, 9, 9, 9, 9, 9, 9, 9, 9])
-    (batch,) = microbatches(Sequences(ids, 8, 3, 0, False), 0, range(3), 3, packing=Packing(0))
+    (batch,) = microbatches(Sequences(ids, 8, BatchSizes(3), 0, False), 0, range(3), 3, packing=Packing(0))
     assert batch.tokens.tolist() == [ids[i : i + 8].tolist() for i in (0, 8, 16)]
     assert batch.documents == ((0, 2, 5, 6), (0, 1), (0, 1))
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4, 5, 6]]
@@ -240,7 +241,7 @@ def test_packed_rows_equal_worked_example():
 def test_packing_restarts_positions_and_ignores_the_label_across_a_boundary(tokens, shuffle, step):
     length, ids = tokens
     count = (len(ids) - 1) // length
-    sampled = Sequences(np.array(ids, np.uint16), length, count, 7, shuffle)
+    sampled = Sequences(np.array(ids, np.uint16), length, BatchSizes(count), 7, shuffle)
     packed = concatenated(microbatches(sampled, step, range(count), 1, packing=Packing(EOS)))
     for i, row in enumerate(sampled.tokens(step, range(count)).tolist()):
         starts, place = [0], 0
@@ -259,7 +260,9 @@ def test_packing_restarts_positions_and_ignores_the_label_across_a_boundary(toke
 def test_packing_changes_neither_tokens_nor_their_order(tokens, shuffle, step):
     length, ids = tokens
     count = (len(ids) - 1) // length
-    make = partial(microbatches, Sequences(np.array(ids), length, count, 7, shuffle), step, range(count), count)
+    make = partial(
+        microbatches, Sequences(np.array(ids), length, BatchSizes(count), 7, shuffle), step, range(count), count
+    )
     (plain,), (packed,) = make(), make(packing=Packing(EOS))
     assert plain.positions is None and plain.documents is None
     assert torch.equal(plain.tokens, packed.tokens)
@@ -274,7 +277,7 @@ def test_packing_changes_neither_tokens_nor_their_order(tokens, shuffle, step):
 )
 def test_the_parts_of_a_sharding_make_up_the_batch(sharding, micro, packing, seed):
     ids = np.random.default_rng(seed).integers(0, 4, 5 * 12 + 1)
-    make = partial(microbatches, Sequences(ids, 12, 4, seed, True), seed, range(4), micro, packing=packing)
+    make = partial(microbatches, Sequences(ids, 12, BatchSizes(4), seed, True), seed, range(4), micro, packing=packing)
     parts = range(sharding.parts)
     got = [make(sharding=sharding, part=p) for p in parts]
     assert {b.tokens.shape for batches in got for b in batches} == {(micro, 12 // sharding.parts)}
@@ -309,7 +312,9 @@ def test_packing_splits_a_text_corpus_at_its_documents(folder, tmp_path):
     assert data.eos_id == data.tokenizer.eos_id == plain.eos_id == 256
     assert data.fingerprint == plain.fingerprint and np.array_equal(data.train[0], plain.train[0])
     length = len(data.train[0]) - 1
-    (batch,) = microbatches(Sequences(data.train[0], length, 1, 0, False), 0, [0], 1, packing=Packing(data.eos_id))
+    (batch,) = microbatches(
+        Sequences(data.train[0], length, BatchSizes(1), 0, False), 0, [0], 1, packing=Packing(data.eos_id)
+    )
     ids_by_document = np.split(batch.tokens[0].numpy(), batch.documents[0][1:])
     texts = [data.tokenizer.decode(ids.tolist()) for ids in ids_by_document]
     assert [t.removesuffix("<|endoftext|>") for t in texts] == documents(data)

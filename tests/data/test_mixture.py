@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndtrain.config import AXES, ConfigError, load_config
+from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.config.data_checks import check_data
 from ndtrain.data import microbatches, mixture, open_data, order, rows_of
 from ndtrain.data.__main__ import main as prepare
@@ -227,7 +228,7 @@ def test_where_names_the_corpus_and_its_sequence(tmp_path, letters):
     for c, number in product(range(3), range(4)):
         step, i = divmod(int(np.flatnonzero(corpus == c)[number]), 4)
         assert source.where(step, i) == f"sequence {number % 5} of data.path={letters[c]['path']}"
-    assert order.Sequences(np.arange(9), 4, 2, 0, False).where(1, 1) == "sequence 1 of the corpus"
+    assert order.Sequences(np.arange(9), 4, BatchSizes(2), 0, False).where(1, 1) == "sequence 1 of the corpus"
 
 
 # -------------------------------------------------------------------------------------------------------------- opening

@@ -12,7 +12,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ndtrain.config import ConfigError, load_config, resolve, resolve_epochs
-from ndtrain.config.lengths import steps_of
 from ndtrain.data import microbatches, open_data
 from ndtrain.data.token_array import Packing
 from ndtrain.engine.evaluate import evaluate
@@ -164,14 +163,6 @@ def test_epochs_of_text_corpus_resolve_to_steps(tmp_path):
     count = (corpus.stat().st_size + 1 - 1) // 64
     assert data.epoch_sequences(cfg) == count
     assert resolve_epochs(cfg, data.epoch_sequences(cfg)).train.steps == math.ceil(1.5 * count / 8)
-
-
-@pytest.mark.parametrize(
-    ("epochs", "sequences", "batch", "steps"),
-    [(2, 10, 4, 5), (1, 10, 4, 3), (0.1, 30, 1, 3), (0.01, 10, 4, 1), (3, 7, 7, 3), (2.5, 4, 5, 2)],
-)
-def test_steps_of_rounds_epochs_up(epochs, sequences, batch, steps):
-    assert steps_of(epochs, sequences, batch) == steps
 
 
 def test_epochs_and_steps_together_are_refused():

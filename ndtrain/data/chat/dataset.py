@@ -71,7 +71,7 @@ class ChatData(Data):
 
     def sequences(self, cfg: Config, mesh: Mesh, step: int, saved: dict[str, Any] | None) -> Source:
         seed = corpus_seed(cfg.run.seed, 0)
-        return PackedSequences(self.packed, cfg.train.global_batch, seed, cfg.data.shuffle, self.name)
+        return PackedSequences(self.packed, cfg.train.batch_sizes, seed, cfg.data.shuffle, self.name)
 
     def validation_set(self, arrays: Any, cfg: Config) -> PackedValidation:
         return PackedValidation(arrays, cfg.train.seq_len, cfg.train.global_batch)

@@ -14,6 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.data.batches import Batch
 from ndtrain.data.cache import atomic_write, digest, load_or_build
 from ndtrain.data.chat.conversations import Conversations
@@ -143,8 +144,8 @@ def _load(entry: Path) -> Plan | None:
 class PackedSequences(EndlessRun):
     """The sequences of a run: one split, epoch after epoch. With `shuffle`, each epoch has its own order."""
 
-    def __init__(self, packed: PackedConversations, global_batch: int, seed: int, shuffle: bool, name: str):
-        super().__init__(global_batch)
+    def __init__(self, packed: PackedConversations, batch_sizes: BatchSizes, seed: int, shuffle: bool, name: str):
+        super().__init__(batch_sizes)
         self._packed, self._name = packed, name
         self._indices = partial(epoch_indices, count=packed.count, seed=seed, shuffle=shuffle)
 
