@@ -101,7 +101,7 @@ class TrainingStep:
         self._reruns = 0  # of the current step
 
     def _make_executors(self, schedule: Schedule) -> tuple[Executor, Executor | None]:
-        """Return the executor of a step with this schedule, and that of the forward before it, if there is one."""
+        """Return the executors of a step with this schedule and of the forward before it, if there is one."""
         stages, cfg = self.stages, self.cfg
         layers = line_up(stages.segments, stages.placement.last)
         pipeline = Pipeline(schedule, self.mesh, LocalShapes.of(cfg).stream, stages.units.compute)
