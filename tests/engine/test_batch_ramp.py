@@ -82,7 +82,9 @@ def test_every_mesh_equals_one_process(tmp_path, corpus, name):
     (seen, *_) = run_ranks(trained, ranks, [*arguments(tmp_path / "mesh", corpus), *RAMP, *mesh])
     replicas = {"dp2-cp2": 2, "fsdp2-tp2": 2, "fsdp4-bias": 4, "ep2": 2}.get(name, 1)
     assert [set(counts) for counts in seen] == [{size // replicas} for size in SIZES]
-    assert [row["tokens"] for row in rows(tmp_path / "mesh")] == (32 * np.cumsum(SIZES)).tolist()
+    found = rows(tmp_path / "mesh")
+    assert [row["tokens"] for row in found] == (32 * np.cumsum(SIZES)).tolist()
+    assert [round(row["tokens_per_s"] * row["step_time_s"]) for row in found] == [32 * size for size in SIZES]
     assert_same(tmp_path / "mesh", tmp_path / "one", 7)
 
 
