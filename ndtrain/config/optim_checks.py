@@ -3,7 +3,8 @@
 from collections.abc import Collection
 
 from ndtrain.config.name_patterns import check_factors
-from ndtrain.config.schema import OptimConfig, require
+from ndtrain.config.registry import get
+from ndtrain.config.schema import Config, OptimConfig, require
 
 SHIPPED = ("adamw", "muon", "sgd", "lion", "torch")
 # keys that only some of these optimizers read; a plugin's optimizer may read any
@@ -40,3 +41,30 @@ def check_optim(optim: OptimConfig) -> None:
             f"optim.{key}={value}: optim={optim.name} does not read it: leave it at "
             f"{'null' if default is None else default}, or choose {others}",
         )
+
+
+def resolve_mup(cfg: Config) -> None:
+    """Set `optim.mup_width`, the width relative to `model.mup_base`.
+
+    Raises:
+        ConfigError: muP is not defined for the model or the optimizer, or another width is set.
+    """
+    m, optim = cfg.model, cfg.optim
+    width = None if m.mup_base is None else m.hidden_size / m.mup_base
+    require(
+        optim.mup_width in (None, width),
+        f"optim.mup_width={optim.mup_width}: it follows from model.mup_base={m.mup_base}: leave it at null",
+    )
+    if width is None:
+        return
+    require(
+        not m.tie_word_embeddings,
+        f"model.mup_base={m.mup_base}: the head needs another learning rate than the embedding: set "
+        "model.tie_word_embeddings=false",
+    )
+    require(
+        get("optimizer", optim.name).transfers,
+        f"model.mup_base={m.mup_base}: how the learning rate of optim={optim.name} depends on the width is not known: "
+        "choose optim=adamw, lion or muon",
+    )
+    optim.mup_width = width

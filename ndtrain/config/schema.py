@@ -171,6 +171,8 @@ class ModelConfig(Section):
     initializer_range: float = at_least(0, 0.02)  # standard deviation of the initial weights
     # shell pattern of parameter names -> factor of the standard deviation of their initial weights; null: no factors
     init_mult: dict[str, float] | None = field(default_factory=dict)
+    # muP: hidden_size of the narrower model that optim.lr and initializer_range were tuned on; null: as they are given
+    mup_base: int | None = at_least(1, None)
     num_experts: int | None = at_least(1, None)  # number of experts in a layer; null: the model is dense
     num_experts_per_tok: int | None = at_least(1, None)  # number of experts that a token is routed to
     moe_intermediate_size: int | None = at_least(1, None)  # width of an expert; null: intermediate_size
@@ -350,6 +352,7 @@ class OptimConfig(Section):
     # shell pattern of parameter names -> factor of their weight decay; if several patterns match, the last one wins;
     # null: no factors
     wd_mult: dict[str, float] | None = field(default_factory=dict)
+    mup_width: float | None = positive(None, optional=True)  # model.hidden_size / model.mup_base; null: filled in
     # maximum gradient norm; gradients with a larger norm are scaled down to it; null: no clipping
     clip: float | None = positive(1.0, optional=True)
     schedule: str = choice("cosine", part="lr_schedule")  # schedule of the learning rate

@@ -68,6 +68,7 @@ class TensorLayout:
         pp_replicas: number of pp coords that hold the tensor.
         pp_replica: index of this rank's coord among them.
         hidden: True for a hidden matrix: one that a block multiplies by, except a router.
+        readout: True for the head, a router, or a matrix of one row.
     """
 
     name: str
@@ -80,6 +81,7 @@ class TensorLayout:
     pp_replicas: int = 1
     pp_replica: int = 0
     hidden: bool = False
+    readout: bool = False
 
     @property
     def owned(self) -> bool:
@@ -178,7 +180,7 @@ class Layouts:
             tokens to the experts. An expert's gradient is therefore partial only over the factors of the axes that ep
             leaves over.
         units: name -> the unit whose flat buffer holds the tensor.
-        hidden: the names of the hidden matrices.
+        hidden, readouts: the names of the tensors that are `TensorLayout.hidden` and `readout`.
 
     Raises:
         ConfigError: a rule names a dim that no tensor has, or an axis other than tp; or tp does not divide a dim.
@@ -195,8 +197,9 @@ class Layouts:
         ep_coords: Mapping[str, int] | None = None,
         units: Mapping[str, str] | None = None,
         hidden: Collection[str] = (),
+        readouts: Collection[str] = (),
     ):
-        self.units, self._hidden = units or {}, frozenset(hidden)
+        self.units, self._hidden, self._readouts = units or {}, frozenset(hidden), frozenset(readouts)
         self.mesh, self.rank, self.rules, self.token_axes = mesh, rank, rules, frozenset(token_axes)
         self.pp_coords, self.ep_coords = pp_coords or {}, ep_coords or {}
         # computed once: a model with experts has tens of thousands of tensors, and each one reads them
@@ -290,8 +293,9 @@ class Layouts:
         if len(pp_coords) > 1:  # each stage has the gradient of its own use of the tensor
             partial |= {STAGE_AXIS}
         pp_replica = pp_coords.index(here) if here in pp_coords else 0
-        tp, pp, hidden = (tp_replicas, index % tp_replicas), (len(pp_coords), pp_replica), name in self._hidden
-        return TensorLayout(name, dims, tuple(shard), partial, shard_dim, *tp, *pp, hidden)
+        tp, pp = (tp_replicas, index % tp_replicas), (len(pp_coords), pp_replica)
+        role = name in self._hidden, name in self._readouts
+        return TensorLayout(name, dims, tuple(shard), partial, shard_dim, *tp, *pp, *role)
 
     def _axis(self, dim: Dim) -> str | None:
         """Return the mesh axis that shards a dim, or None."""

@@ -15,7 +15,8 @@ from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
 from ndtrain.model.block import dim_elements
 from ndtrain.model.families import family_of
-from ndtrain.model.transformer import block_ops, block_params, hidden_matrices, kinds
+from ndtrain.model.spec import Role
+from ndtrain.model.transformer import block_ops, block_params, kinds
 
 # ----------------------------------------------------------------------------------------------------- parameters
 
@@ -48,8 +49,7 @@ def hidden_parameters(m: ModelConfig) -> int:
 
     def of_block(i: int) -> int:
         table, sizes = block_params(m, i), dim_elements(m)
-        hidden = hidden_matrices(m, table)
-        return sum(math.prod(sizes[d] for d in p.dims) for p in table if p.name in hidden)
+        return sum(math.prod(sizes[d] for d in p.dims) for p in table if p.role is Role.HIDDEN)
 
     return over_layers(m, of_block)
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from ndtrain.config import ModelConfig
 from ndtrain.config.name_patterns import factor_of
 from ndtrain.model.families import family_of
-from ndtrain.model.spec import Init, Param
+from ndtrain.model.spec import Init, Param, Role
 
 _WORDS_PER_COUNT = 4  # Philox-4x64 gives four words per counter
 _BLOCK = 1 << 20  # number of elements drawn at once
+_WIDTH_POWER = {Role.HIDDEN: 0.5, Role.READOUT: 1.0, Role.OTHER: 0.0}  # of standard deviations, with `mup_base`
 
 
 def standard_normal(seed: int, name: str, start: int, length: int) -> Tensor:
@@ -102,6 +103,9 @@ def _blocks(out: Tensor, start: int) -> Iterable[tuple[Tensor, int]]:
 def _std(m: ModelConfig, param: Param) -> float:
     """Return the standard deviation of a parameter's initial values, including its factor from `init_mult`.
 
-    Projections into the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, Radford et al., 2019)."""
+    Projections into the residual stream are scaled by 1 / sqrt(2 layers) (GPT-2, Radford et al., 2019). With
+    `mup_base`, matrices are scaled by the width as in muP (Yang et al., 2022, arXiv:2203.03466, table 3)."""
     std = m.initializer_range / (math.sqrt(2 * m.num_hidden_layers) if param.init is Init.TO_STREAM else 1)
+    width = 1.0 if m.mup_base is None else m.hidden_size / m.mup_base
+    std *= width ** -_WIDTH_POWER[param.role]
     return family_of(m).init_std(m, param.name, std) * factor_of(m.init_mult, param.name)

@@ -26,6 +26,14 @@ class Init(Enum):
     TO_STREAM = "normal, and smaller in deeper models, since the output is added to the residual stream"
 
 
+class Role(Enum):
+    """How a parameter's learning rate and initial values depend on the width of the model."""
+
+    HIDDEN = "a matrix of a block, from features to features"
+    READOUT = "a matrix from features to a number of outputs that does not grow with the width: the head, a router"
+    OTHER = "a vector, or the embedding"
+
+
 class Param(NamedTuple):
     """A parameter.
 
@@ -37,6 +45,8 @@ class Param(NamedTuple):
         expert: the index of its expert. None: it is in no expert.
         op: the name of the op that multiplies by it. None: it is a vector, the embedding or the head.
         init: its initial values.
+        role: its role. The weights of all ops of blocks are hidden matrices, except those of routers, which compute in
+            fp32, and matrices of one row, which give one number per token.
     """
 
     name: str
@@ -46,6 +56,7 @@ class Param(NamedTuple):
     expert: int | None = None
     op: str | None = None
     init: Init = Init.NORMAL
+    role: Role = Role.OTHER
 
 
 class Joins(Enum):

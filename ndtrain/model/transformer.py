@@ -10,7 +10,7 @@ Shape legend: B batch, T time, N tokens of the residual stream, E hidden_size, V
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +28,7 @@ from ndtrain.model.latent_block import LatentBlock, LatentMoEBlock
 from ndtrain.model.moe.block import MoEBlock
 from ndtrain.model.norm import rms_norm
 from ndtrain.model.rope import inverse_frequencies, rope_table, table_factor
-from ndtrain.model.spec import Dims, Init, OpSpec, Param
+from ndtrain.model.spec import Dims, Init, OpSpec, Param, Role
 from ndtrain.model.vocabulary import Targets
 
 EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
@@ -108,16 +108,23 @@ def block_params(m: ModelConfig, index: int = 0) -> list[Param]:
 
     They are in the order of the modules, but the experts' matrices come last, grouped by the matmul that reads them."""
     ops, experts = op_table(m, index), moe.experts if (moe := family_of(m).moe) else ""
-    op_of = {name: op for op in ops for name in op.weights}
+    op_of, sizes = {name: op for op in ops for name in op.weights}, dim_elements(m)
     params = {}
     with torch.device("meta"):
         block = make_block(m, Ops(), index)
     for name, dims, init, expert in declared(block):
         op, unit = op_of.get(name), "" if expert is None else experts
         init = Init.TO_STREAM if op and op.to_stream else init
-        params[name] = Param(name, dims, unit, index, expert, op.name if op else None, init)
+        role = _role(op, [sizes[d] for d in dims])
+        params[name] = Param(name, dims, unit, index, expert, op.name if op else None, init, role)
     stacked = [params.pop(name) for op in ops if op.routed for name in op.weights]
     return [*params.values(), *stacked]
+
+
+def _role(op: OpSpec | None, shape: Sequence[int]) -> Role:
+    if op is None:
+        return Role.OTHER
+    return Role.READOUT if op.wide or min(shape) == 1 else Role.HIDDEN
 
 
 def params(m: ModelConfig) -> dict[str, Param]:
@@ -126,22 +133,17 @@ def params(m: ModelConfig) -> dict[str, Param]:
     table = [Param(f"{EMBED}.weight", ("vocab", "embed"), EMBED)]
     for i in range(m.num_hidden_layers):
         at, units = layer(i), layer_units(m, i)
-        for name, dims, _, _, expert, op, init in of_kind[block_class(m, i)]:
-            table.append(Param(f"{at}.{name}", dims, units[expert is not None], i, expert, op, init))
+        for p in of_kind[block_class(m, i)]:
+            table.append(p._replace(name=f"{at}.{p.name}", unit=units[p.expert is not None], layer=i))
     table.append(Param(f"{NORM}.weight", ("embed",), NORM, init=Init.ONES))
     if not m.tie_word_embeddings:
-        table.append(Param(f"{HEAD}.weight", ("vocab", "embed"), HEAD))
+        table.append(Param(f"{HEAD}.weight", ("vocab", "embed"), HEAD, role=Role.READOUT))
     return {p.name: p for p in table}
 
 
-def hidden_matrices(m: ModelConfig, table: Iterable[Param]) -> frozenset[str]:
-    """Return the names of the hidden matrices among the parameters of a model.
-
-    These are the weights of all ops of blocks. Routers, which compute in fp32, and matrices of one row, which give one
-    number per token, are left out."""
-    wide, sizes = {op.name for op in all_ops(m) if op.wide}, dim_elements(m)
-    multiplied = (p for p in table if p.op is not None and p.op not in wide)
-    return frozenset(p.name for p in multiplied if min(sizes[d] for d in p.dims) > 1)
+def names_of(m: ModelConfig, role: Role) -> frozenset[str]:
+    """Return the names of the parameters that have a role."""
+    return frozenset(p.name for p in params(m).values() if p.role is role)
 
 
 def tensor_dims(m: ModelConfig) -> dict[str, Dims]:

@@ -41,6 +41,7 @@ class Muon(WholeTensorOptimizer):
     """
 
     whole = Tensors.HIDDEN
+    transfers = True
 
     def __init__(self, cfg: OptimConfig):
         super().__init__(cfg)
@@ -58,6 +59,13 @@ class Muon(WholeTensorOptimizer):
     @classmethod
     def kind_of(cls, tensor: TensorLayout) -> Tensors:
         return Tensors.HIDDEN if tensor.hidden else Tensors.OTHER
+
+    @classmethod
+    def width_power(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
+        """An orthogonal update does not grow with the width; `match_rms_adamw` multiplies it by the root of it."""
+        if tensor.hidden:
+            return 0.5 if cfg.adjust == "match_rms_adamw" else 0.0
+        return AdamW.width_power(cfg, tensor)
 
     @classmethod
     def sent(cls, cfg: OptimConfig, master: torch.dtype) -> torch.dtype:

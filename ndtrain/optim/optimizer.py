@@ -8,7 +8,7 @@ rank, which owns the tensor.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,6 +103,14 @@ class WholeTensors(NamedTuple):
     state: dict[str, Tensor]
 
 
+def width_power_of_bounded_updates(tensor: TensorLayout) -> float:
+    """Return `Optimizer.width_power` of an optimizer whose updates have elements of about one size, as AdamW's.
+
+    A sum over features of updates that agree in sign grows with their number, so matrices that sum over features get a
+    smaller learning rate (table 3 of the paper, for Adam)."""
+    return float(tensor.hidden or tensor.readout)
+
+
 class Update(NamedTuple):
     """The arguments of an update that are the same for all tensors of a step.
 
@@ -122,7 +130,13 @@ class Update(NamedTuple):
 
 
 class Optimizer(ABC):
-    """The base class of optimizers. One instance updates the same tensors in every step."""
+    """The base class of optimizers. One instance updates the same tensors in every step.
+
+    Attributes:
+        transfers: True if it has `width_power`, so that `model.mup_base` can be used.
+    """
+
+    transfers: ClassVar[bool] = False
 
     def __init__(self, cfg: OptimConfig):
         self.cfg = cfg
@@ -136,6 +150,13 @@ class Optimizer(ABC):
     def kind_of(cls, tensor: TensorLayout) -> Tensors:
         """Return the tensors that are updated like this one. A slice of an update has tensors of one kind."""
         return Tensors.ALL
+
+    @classmethod
+    def width_power(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
+        """Return the power of the model's width by which muP divides the learning rate of a tensor. The optimum of
+        `optim.lr` then does not depend on the width (Yang et al., 2022, arXiv:2203.03466).
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:

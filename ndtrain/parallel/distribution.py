@@ -11,8 +11,7 @@ from ndtrain.config.schema import resolved
 from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.mesh.sharding import Dim, Layouts
 from ndtrain.model import dim_sizes, params
-from ndtrain.model.spec import Param
-from ndtrain.model.transformer import hidden_matrices
+from ndtrain.model.spec import Param, Role
 from ndtrain.parallel.pp import Placement, split_layers
 
 
@@ -56,7 +55,7 @@ class Distribution:
         pp_coords = {name: coords_of_unit[unit] for name, unit in units.items()}
         ep_coords = {name: p.expert // self._experts_each for name, p in table.items() if p.expert is not None}
         return Layouts(
-            tensors, rules, self.mesh, rank, self.residual_axes, pp_coords, ep_coords, units, self._hidden_matrices
+            tensors, rules, self.mesh, rank, self.residual_axes, pp_coords, ep_coords, units, *self._matrices
         )
 
     def experts(self, coord: int) -> range:
@@ -64,8 +63,10 @@ class Distribution:
         return range(coord * self._experts_each, (coord + 1) * self._experts_each)
 
     @cached_property
-    def _hidden_matrices(self) -> frozenset[str]:
-        return hidden_matrices(self.model, self.params.values())
+    def _matrices(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The names of the hidden matrices, and of those that read the features out."""
+        of = lambda role: frozenset(p.name for p in self.params.values() if p.role is role)
+        return of(Role.HIDDEN), of(Role.READOUT)
 
     @property
     def _experts_each(self) -> int:

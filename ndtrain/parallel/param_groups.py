@@ -5,7 +5,7 @@ from typing import NamedTuple
 from ndtrain.config import OptimConfig
 from ndtrain.config.name_patterns import factor_of
 from ndtrain.config.registry import get
-from ndtrain.mesh.sharding import FlatLayout
+from ndtrain.mesh.sharding import FlatLayout, TensorLayout
 from ndtrain.optim import Optimizer
 
 
@@ -21,15 +21,21 @@ class ParamGroup(NamedTuple):
     weight_decay: float
 
 
-def param_group(cfg: OptimConfig, name: str, ndim: int) -> ParamGroup:
-    """Return the group of a tensor with `ndim` dims."""
-    decay = cfg.weight_decay * factor_of(cfg.wd_mult, name) if ndim > 1 else 0.0
-    return ParamGroup(factor_of(cfg.lr_mult, name), decay)
+def param_group(cfg: OptimConfig, tensor: TensorLayout) -> ParamGroup:
+    """Return the group of a tensor.
+
+    muP (`optim.mup_width`) divides the learning rate of a tensor by a power of the width. Its weight decay is
+    multiplied by this power, so that a step decays the weights of a wide and a narrow model by the same fraction.
+    """
+    optimizer: type[Optimizer] = get("optimizer", cfg.name)
+    narrower = 1.0 if cfg.mup_width is None else cfg.mup_width ** -optimizer.width_power(cfg, tensor)
+    decay = cfg.weight_decay * factor_of(cfg.wd_mult, tensor.name) / narrower if len(tensor.dims) > 1 else 0.0
+    return ParamGroup(factor_of(cfg.lr_mult, tensor.name) * narrower, decay)
 
 
 def groups_of_shard(cfg: OptimConfig, layout: FlatLayout) -> list[tuple[ParamGroup, slice]]:
     """Return the elements of this rank's part of a flat buffer by groups, as slices that count from its start. A slice
     has tensors that the optimizer updates alike."""
     optimizer: type[Optimizer] = get("optimizer", cfg.name)
-    alike = layout.grouped(*layout.own, lambda t: (optimizer.kind_of(t), param_group(cfg, t.name, len(t.dims))))
+    alike = layout.grouped(*layout.own, lambda t: (optimizer.kind_of(t), param_group(cfg, t)))
     return [(group, at) for (_, group), at in alike]

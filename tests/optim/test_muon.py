@@ -16,7 +16,8 @@ from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.model import Transformer, params
 from ndtrain.model.init import fill
-from ndtrain.model.transformer import hidden_matrices
+from ndtrain.model.spec import Role
+from ndtrain.model.transformer import names_of
 from ndtrain.model.vocabulary import IGNORE
 from ndtrain.optim import Muon, Update, WholeTensors, learning_rate
 from ndtrain.optim.newton_schulz import flops_of, orthogonalise
@@ -72,7 +73,7 @@ def reference(overrides: tuple[str, ...]) -> dict[str, dict[str, torch.Tensor]]:
     named = dict(model.named_parameters())
     for name, p in named.items():
         fill(p.data.view(-1), cfg.model, cfg.run.seed, table[name], 0)
-    hidden = hidden_matrices(cfg.model, table.values())
+    hidden = names_of(cfg.model, Role.HIDDEN)
     lr_mult = lambda name: 2 if "norm" in name else 4 if "down_proj" in name else 1
     decay = lambda name: o.weight_decay * (0 if named[name].ndim < 2 else 3 if "q_proj" in name else 1)
     of = lambda names: [

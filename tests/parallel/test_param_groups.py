@@ -6,6 +6,7 @@ import torch
 from ndtrain.config import ConfigError, OptimConfig, load_config, resolve
 from ndtrain.config.name_patterns import check_patterns, factor_of
 from ndtrain.mesh.mesh import Mesh, MeshSpec
+from ndtrain.mesh.sharding import Dim, TensorLayout
 from ndtrain.parallel.build import build_stages
 from ndtrain.parallel.param_groups import ParamGroup, param_group
 from tests.lib.helpers import config_refusal
@@ -17,22 +18,31 @@ NAMES = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj
 DOWN = "*.experts.*.down_proj.weight"
 
 
+def tensor(name: str, ndim: int) -> TensorLayout:
+    return TensorLayout(name, (Dim("embed", 8),) * ndim, ((0, 8),) * ndim, frozenset())
+
+
 def test_param_group_uses_last_matching_pattern():
     cfg = OptimConfig(
         weight_decay=0.5, lr_mult={"*": 2, "*.down_proj.*": 4}, wd_mult={"*.down_proj.*": 3, "*.mlp.*": 0}
     )
-    assert [param_group(cfg, name, 1 + (i < 2)) for i, name in enumerate(NAMES)] == [
+    assert [param_group(cfg, tensor(name, 1 + (i < 2))) for i, name in enumerate(NAMES)] == [
         ParamGroup(2, 0.5), ParamGroup(4, 0), ParamGroup(2, 0)
     ]  # fmt: skip
-    assert param_group(OptimConfig(weight_decay=0.5, wd_mult={"*": 3}), "model.norm.weight", 1) == ParamGroup(1, 0)
+    assert param_group(OptimConfig(weight_decay=0.5, wd_mult={"*": 3}), tensor("model.norm.weight", 1)) == ParamGroup(
+        1, 0
+    )
 
 
 def test_null_discards_patterns_of_recipe():
     name = "model.layers.0.mlp.experts.3.down_proj.weight"
     cfg = load_config(["recipe=moe_small"])
-    assert (param_group(cfg.optim, name, 2), factor_of(cfg.model.init_mult, name)) == (ParamGroup(4, 0.1 / 4), 4)
+    assert (param_group(cfg.optim, tensor(name, 2)), factor_of(cfg.model.init_mult, name)) == (
+        ParamGroup(4, 0.1 / 4),
+        4,
+    )
     cfg = load_config(["recipe=moe_small", "optim.lr_mult=null", "optim.wd_mult=null", "model.init_mult=null"])
-    assert (param_group(cfg.optim, name, 2), factor_of(cfg.model.init_mult, name)) == (ParamGroup(1, 0.1), 1)
+    assert (param_group(cfg.optim, tensor(name, 2)), factor_of(cfg.model.init_mult, name)) == (ParamGroup(1, 0.1), 1)
     build_stages(resolve(cfg, 1), Mesh(MeshSpec.of(cfg.mesh), 0, torch.device("cpu")))
 
 

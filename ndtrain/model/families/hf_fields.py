@@ -15,7 +15,7 @@ from ndtrain.model.families.moe import COUNT_SPELLINGS, OPTIONAL_FIELDS
 
 OWN = "ndtrain_"  # prefix of model_type for models that transformers must not load, because it has no class for them
 EXTRAS = ("attn_logit_softcapping", "alibi", "attention")  # fields of models that transformers has no class for
-OURS = ("name", "init_mult")  # fields that no config.json has
+OURS = ("name", "init_mult", "mup_base")  # fields that no config.json has
 # fields with the same name on both sides. RoPE is written in both of transformers' spellings
 _DIFFERENT = (*OURS, "model_type", "rope_theta", "rope_scaling", "sliding_window", *EXTRAS, *OPTIONAL_FIELDS)
 SAME = tuple(f.name for f in fields(ModelConfig) if f.name not in _DIFFERENT)
