@@ -62,8 +62,7 @@ class Muon(WholeTensorOptimizer):
 
     @classmethod
     def width_power(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
-        """An orthogonal update does not grow with the width; `match_rms_adamw` multiplies it by the root of it."""
-        if tensor.hidden:
+        if tensor.hidden:  # an orthogonal update does not grow with the width, unless adjust multiplies it by its root
             return 0.5 if cfg.adjust == "match_rms_adamw" else 0.0
         return AdamW.width_power(cfg, tensor)
 

@@ -25,7 +25,7 @@ def param_group(cfg: OptimConfig, tensor: TensorLayout) -> ParamGroup:
     """Return the group of a tensor.
 
     muP (`optim.mup_width`) divides the learning rate of a tensor by a power of the width. Its weight decay is
-    multiplied by this power, so that a step decays the weights of a wide and a narrow model by the same fraction.
+    multiplied by this power, so that a step decays weights by the same fraction at every width.
     """
     optimizer: type[Optimizer] = get("optimizer", cfg.name)
     narrower = 1.0 if cfg.mup_width is None else cfg.mup_width ** -optimizer.width_power(cfg, tensor)
