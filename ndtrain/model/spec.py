@@ -45,8 +45,8 @@ class Param(NamedTuple):
         expert: the index of its expert. None: it is in no expert.
         op: the name of the op that multiplies by it. None: it is a vector, the embedding or the head.
         init: its initial values.
-        role: its role. The weights of a block's ops are hidden matrices. Routers, which compute in fp32, and matrices of
-            one row, which give one number per token, are readouts.
+        role: its role. The weights of a block's ops are hidden matrices. Routers, which compute in fp32, and matrices
+            of one row, which give one number per token, are readouts.
     """
 
     name: str

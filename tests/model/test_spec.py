@@ -54,7 +54,7 @@ def declared(name: str) -> dict:
     """What the records say of a model, as numbers that a file can store."""
     m = resolve(load_config(overrides_of(name)), 1).model
     shapes = tensor_shapes(m)
-    rows = [[*p[:-1], p.init.name, shapes[p.name]] for p in params(m).values()]
+    rows = [[*p._replace(init=p.init.name)[:-1], shapes[p.name]] for p in params(m).values()]
     return {
         "parameters": flops.parameter_count(m),
         "tensors": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
