@@ -14,7 +14,7 @@ from torch import Tensor
 from ndtrain.config import OptimConfig
 from ndtrain.mesh.sharding import TensorLayout, Tensors
 from ndtrain.optim.adamw import STATE_DTYPES, AdamW
-from ndtrain.optim.newton_schulz import flops_of, orthogonalise
+from ndtrain.optim.newton_schulz import flops_of, orthogonalise, workspace_of
 from ndtrain.optim.optimizer import (
     OptimTensor,
     Shape,
@@ -74,6 +74,14 @@ class Muon(WholeTensorOptimizer):
     def flops(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
         shape = _block(cfg, tensor.shape, tensor.dims[0].width)
         return tensor.numel / math.prod(shape) * flops_of(cfg.ns, cfg.ns_steps, shape)
+
+    @classmethod
+    def workspace(cls, cfg: OptimConfig, shape: Shape, rows: int, sent: torch.dtype) -> int:
+        numel, block = math.prod(shape), _block(cfg, shape[1:], rows)
+        needed = workspace_of(cfg.ns, (numel // math.prod(block), *block)) * sent.itemsize
+        if cfg.normalize == "neurons":  # the squares of the directions are in fp32
+            return max(needed, numel * (sent.itemsize + 2 * torch.float32.itemsize))
+        return needed
 
     def prepare(self, tensors: Sequence[OptimTensor], update: Update) -> None:
         """Add the gradients to the momentum, and leave in them what is to be orthogonalised."""

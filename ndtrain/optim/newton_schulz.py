@@ -51,6 +51,15 @@ def flops_of(ns: str, steps: int, shape: tuple[int, ...]) -> float:
     return 2.0 * m * m * (2 * n + m) * steps
 
 
+def workspace_of(ns: str, shape: tuple[int, ...]) -> int:
+    """Return the elements that `orthogonalise` allocates at most for matrices [k, A, B], its result included."""
+    k, m, n = shape[0], min(shape[1:]), max(shape[1:])
+    matrix, square = k * m * n, k * m * m
+    if ns == "gram" and m < n:
+        return max(matrix + 5 * square, 2 * matrix + 3 * square)
+    return 2 * matrix + 2 * square
+
+
 def orthogonalise(x: Tensor, ns: str, steps: int) -> Tensor:
     """Return about U V^T of each matrix U S V^T, in the dtype of the matrices.
 

@@ -5,6 +5,7 @@ element by element. An optimizer that needs whole tensors (`WholeTensorOptimizer
 rank, which owns the tensor.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,6 +212,16 @@ class WholeTensorOptimizer(Optimizer):
     def flops(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
         """Return the FLOPs of a direction. The tensors of all owners have about the same sum."""
         return float(tensor.numel)
+
+    @classmethod
+    def workspace(cls, cfg: OptimConfig, shape: Shape, rows: int, sent: torch.dtype) -> int:
+        """Return the bytes of memory that `direction` allocates for tensors [k, *shape]: here, of the directions alone.
+
+        Args:
+            rows: as in `WholeTensors`.
+            sent: the dtype of `WholeTensors.grads`.
+        """
+        return math.prod(shape) * sent.itemsize
 
     def prepare(self, tensors: Sequence[OptimTensor], update: Update) -> None:
         """Prepare the gradients of whole tensors: here, divide them by `update.grad_scale`."""

@@ -51,7 +51,7 @@ from ndtrain.parallel.linear.embedding_and_head import embedding, head_loss
 from ndtrain.parallel.linear.fp8 import FP8_MATMUL, check_shapes, multiplies_fp8, prepare_compile
 from ndtrain.parallel.linear.matmul import PLAIN_MATMUL, MatmulImpl
 from ndtrain.parallel.linear.ops import LinearOps
-from ndtrain.parallel.owners import Round, holder_axes, plan_rounds
+from ndtrain.parallel.owners import Round, Work, holder_axes, plan_rounds
 from ndtrain.parallel.recompute import (
     RecomputeOps,
     RecomputePlan,
@@ -87,16 +87,21 @@ def state_plan(cfg: Config) -> StatePlan:
     )
 
 
-def owner_rounds(cfg: OptimConfig, spec: MeshSpec, rank: int, layouts: Mapping[str, FlatLayout]) -> list[Round]:
+def owner_rounds(
+    cfg: OptimConfig, spec: MeshSpec, rank: int, layouts: Mapping[str, FlatLayout], sent: torch.dtype
+) -> list[Round]:
     """Return the rounds in which the owners of a rank's whole tensors work. Without such tensors there are none.
 
     Args:
         layouts: the rank's units.
+        sent: the dtype in which owners get tensors.
     """
     optimizer = get("optimizer", cfg.name)
     if not issubclass(optimizer, WholeTensorOptimizer):
         return []
-    return plan_rounds(spec, rank, layouts, optimizer.whole, lambda tensor: optimizer.flops(cfg, tensor))
+    workspace = lambda number, shape, rows: optimizer.workspace(cfg, (number, *shape), rows, sent)
+    work = Work(optimizer.whole, lambda tensor: optimizer.flops(cfg, tensor), workspace)
+    return plan_rounds(spec, rank, layouts, work)
 
 
 def _make_process_groups(layouts: Layouts, mesh: Mesh, plan: StatePlan) -> None:
@@ -190,7 +195,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None, imbalan
     if plan.whole is not None:
         held = {name: unit.layout for name, unit in units.units.items()}
         of_rank = lambda rank: distribution.layouts(rank).flat(names)
-        rounds = owner_rounds(cfg.optim, mesh.spec, mesh.rank, held)
+        rounds = owner_rounds(cfg.optim, mesh.spec, mesh.rank, held, plan.sent)
         units.owners = OwnerRounds(mesh, plan, rounds, of_rank, {name: u.grad for name, u in units.units.items()})
     balance = Balance(m, cfg.moe, shapes, mesh)
     matmul, objective = _matmul_impl(cfg.precision.compute, mesh, compiled), make_objective(cfg.objective, compiled)

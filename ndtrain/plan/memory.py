@@ -3,11 +3,24 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ndtrain.parallel.owners import Round
 from ndtrain.parallel.unit import state_bytes
 from ndtrain.plan.events import Piece
 from ndtrain.plan.simulate import Sizes
 from ndtrain.program.build import UnitFacts
-from ndtrain.program.ops import Collect, Free, Gather, Open, Run, Send
+from ndtrain.program.ops import (
+    AwaitScatter,
+    AwaitWhole,
+    Collect,
+    ComputeWhole,
+    Free,
+    Gather,
+    GatherWhole,
+    Open,
+    Run,
+    ScatterWhole,
+    Send,
+)
 from ndtrain.program.passes import Variant
 from ndtrain.program.step import RankPlan, StepProgram
 
@@ -43,7 +56,46 @@ def rank_memory(program: StepProgram, rank: RankPlan, pieces: Mapping[Variant, P
                     walk.now -= sizes.message
     contexts = sizes.context * program.schedule.microbatches
     state = sum(held_bytes(program.units[name], program, sizes) for name in rank.units)
-    return RankMemory(state, walk.peak + contexts)
+    return RankMemory(state, max(walk.peak + contexts, update_peak(rank, program.plan.sent.itemsize)))
+
+
+def update_peak(rank: RankPlan, sent: int) -> int:
+    """Return the bytes that the owners of whole tensors need at most, on the rank that owns the largest ones.
+
+    Args:
+        sent: bytes of an element on its way to the owners and back.
+    """
+    now = peak = 0
+    for op in rank.program.update:
+        match op:
+            case GatherWhole(number) | AwaitWhole(number):
+                one = rank.rounds[number]
+                # to the owner: the elements that this rank has, sent once, and what the owner receives
+                moving = _sent_once(one) + (one.largest.numel if one.ranks > 1 else 0)
+                if isinstance(op, GatherWhole):
+                    now += sent * (moving + one.largest.numel)
+                    peak = max(peak, now)
+                else:
+                    now -= sent * moving
+            case ComputeWhole(number):
+                largest = rank.rounds[number].largest
+                peak = max(peak, now + largest.workspace)  # the directions then replace the gradients
+            case ScatterWhole(number) | AwaitScatter(number):
+                one = rank.rounds[number]
+                # to all shards: the owner's elements for each replica, and the elements that this rank needs
+                moving = one.largest.numel * one.replicas
+                moving += one.numel * one.replicas // one.ranks if one.ranks > 1 else 0
+                if isinstance(op, ScatterWhole):
+                    now += sent * moving
+                    peak = max(peak, now)
+                else:
+                    now -= sent * (moving + one.largest.numel)
+    return peak
+
+
+def _sent_once(one: Round) -> int:
+    """Return the most elements that a rank sends to owners. Of ranks with the same shards, one sends an element."""
+    return max(one.numel // one.ranks, one.largest.numel * one.replicas // one.ranks)
 
 
 def held_bytes(u: UnitFacts, program: StepProgram, sizes: Sizes) -> int:

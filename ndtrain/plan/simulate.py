@@ -337,17 +337,16 @@ class Simulation:
     def _of_whole_tensors(self, own: RankPlan) -> float:
         """Return the seconds of the owners' rounds. Exchanges run one after the other, in parallel to the computations.
         The owner with the most work in a round represents all."""
-        costs, sent, mesh = self.costs, self.program.plan.sent, self.costs.prices.mesh
+        costs, sent = self.costs, self.program.plan.sent
         now = link = 0.0
         arrives: dict[tuple[str, int], float] = {}
         for op in own.program.update:
             match op:
                 case ops.GatherWhole(number) | ops.ScatterWhole(number):
-                    axes = own.rounds[number].axes
-                    copies = mesh.size(*(axis for axis in axes if axis.startswith("dp")))
-                    mine = own.rounds[number].numel * sent.itemsize // mesh.size(*axes)
-                    nbytes = mine * (copies if isinstance(op, ops.ScatterWhole) else 1)
-                    link = max(now, link) + costs.collective("dp", "+".join(axes), "all_to_all", nbytes)
+                    one = own.rounds[number]
+                    copies = one.replicas if isinstance(op, ops.ScatterWhole) else 1
+                    nbytes = one.numel * sent.itemsize // one.ranks * copies
+                    link = max(now, link) + costs.collective("dp", "+".join(one.axes), "all_to_all", nbytes)
                     arrives[type(op).__name__, number] = link
                 case ops.AwaitWhole(number):
                     now = max(now, arrives["GatherWhole", number])

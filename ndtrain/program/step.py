@@ -255,7 +255,8 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
             build_program(ahead, rank, Holdings(headless, units, (), step.in_place, step.experts)), layers, ops
         )
         unsharded = before.unsharded
-    rounds = owner_rounds(step.cfg.optim, MeshSpec.of(step.cfg.mesh), 0, {name: step.flat[name] for name in units})
+    flat, sent = {name: step.flat[name] for name in units}, state_plan(step.cfg).sent
+    rounds = owner_rounds(step.cfg.optim, MeshSpec.of(step.cfg.mesh), 0, flat, sent)
     holdings = Holdings(layers, units, groups, step.in_place, step.experts, step.offers, len(rounds))
     program = build_program(schedule, rank, holdings, unsharded)
     blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]

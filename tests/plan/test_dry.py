@@ -61,6 +61,8 @@ FULL = {
         "mesh.pp=2 schedule=gpipe", "mesh.pp=2 schedule=1f1b recompute=full", "mesh.pp=2 schedule=interleaved",
         "mesh.pp=2 schedule=zb_h1", "mesh.pp=2 schedule=dualpipe_v", "mesh.pp=2 model.tie_word_embeddings=true",
         f"mesh.fsdp=2 {EXPERTS}", f"mesh.tp=2 {EXPERTS}", f"mesh.pp=2 schedule=zb_h1 {EXPERTS}",
+        "optim=muon mesh.fsdp=2", "optim=muon mesh.dp=2 optim.ns=gram optim.normalize=neurons",
+        f"optim=muon mesh.tp=2 {EXPERTS}",
         f"mesh.fsdp=2 {LATENT}", f"mesh.tp=2 {LATENT}", f"mesh.cp=2 cp.kind=ulysses recompute=selective {LATENT}",
     ],
     4: [
