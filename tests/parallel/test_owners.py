@@ -38,7 +38,8 @@ def plans(ranks: int, overrides: list[str]):
     cfg = resolve(load_config(["optim=muon", *overrides]), ranks)
     spec, distribution = MeshSpec.of(cfg.mesh), Distribution.of(cfg)
     flat = [distribution.layouts(rank).flat() for rank in range(ranks)]
-    return cfg, spec, flat, [owner_rounds(cfg.optim, spec, rank, flat[rank]) for rank in range(ranks)]
+    rounds = [owner_rounds(cfg.optim, spec, rank, flat[rank], torch.bfloat16) for rank in range(ranks)]
+    return cfg, spec, flat, rounds
 
 
 @pytest.mark.parametrize("name", MESHES)
