@@ -45,6 +45,10 @@ MESHES = {  # 110 ordered pairs
         "mesh.order=[pp,tp,cp,dp,fsdp]", "mesh.fsdp=2", "mesh.tp=2", "layout.rules.vocab=null"
     ],
 }  # fmt: skip
+OPTIMIZERS = {
+    "adamw": [],
+    "muon": ["optim=muon", "optim.ns_dtype=fp64", "optim.normalize=neurons"],  # with state that only owners hold
+}
 SAMPLE = {"cp2-tp2": ("pp2-tp2-interleaved",)}  # fsdp and dp: tests/checkpoint/test_resume.py
 
 
@@ -98,9 +102,9 @@ def write(overrides: list[str], folder: str) -> list[Row]:
     return reported
 
 
-def straight_on() -> list[Row]:
+def straight_on(optimizer: str) -> list[Row]:
     """In one process: all steps, as one microbatch."""
-    run = Training.of(["train.micro_batch=16"])
+    run = Training.of(["train.micro_batch=16", *OPTIMIZERS[optimizer]])
     initialise(run.stages, run.cfg.run.seed)
     step = TrainingStep(run.cfg, run.mesh, run.stages)
     return run.steps(step, State(0, 0, ORDER), SAVED + 1)
@@ -120,23 +124,30 @@ def resume(overrides: list[str], sources: dict[str, Path], out: Path) -> dict[st
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The checkpoint of a mesh, made once."""
+    """The checkpoint of a mesh and an optimizer, made once."""
     made = {}
 
-    def get(name: str) -> Path:
-        if name not in made:
+    def get(name: str, optimizer: str = "adamw") -> Path:
+        if (name, optimizer) not in made:
             folder = tmp_path_factory.mktemp(name)
-            run_ranks(write, ranks_of(MESHES[name]), MESHES[name], str(folder))
-            made[name] = folder / f"step-{SAVED:08d}"
-        return made[name]
+            run_ranks(write, ranks_of(MESHES[name]), [*MESHES[name], *OPTIMIZERS[optimizer]], str(folder))
+            made[name, optimizer] = folder / f"step-{SAVED:08d}"
+        return made[name, optimizer]
 
     return get
 
 
 @pytest.fixture(scope="module")
-def straight() -> list[Row]:
-    (reported,) = run_ranks(straight_on, 1)
-    return reported
+def straight():
+    """The rows of an optimizer's run on one process, made once."""
+    made: dict[str, list[Row]] = {}
+
+    def get(optimizer: str = "adamw") -> list[Row]:
+        if optimizer not in made:
+            (made[optimizer],) = run_ranks(straight_on, 1, optimizer)
+        return made[optimizer]
+
+    return get
 
 
 def check(by_rank: Sequence[list[Row]], expected: list[Row]) -> None:
@@ -153,19 +164,23 @@ def check(by_rank: Sequence[list[Row]], expected: list[Row]) -> None:
 def cases():
     for mesh in MESHES:
         others = [m for m in MESHES if m != mesh]
-        yield pytest.param(mesh, others, marks=pytest.mark.full, id=f"{mesh}-from-any-other")
+        for optimizer in OPTIMIZERS:
+            suffix = f"-{optimizer}" * (optimizer != "adamw")
+            marks = pytest.mark.full
+            yield pytest.param(mesh, others, optimizer, marks=marks, id=f"{mesh}-from-any-other{suffix}")
     for mesh, sources in SAMPLE.items():
-        yield pytest.param(mesh, sources, id="-".join((mesh, "from", *sources)))
+        yield pytest.param(mesh, sources, "adamw", id="-".join((mesh, "from", *sources)))
 
 
 @pytest.mark.full  # the default sample reads files of hosts: test_layout_host.py
-@pytest.mark.parametrize(("mesh", "sources"), list(cases()))
-def test_resume_on_any_mesh_from_any_other_is_same_run(mesh, sources, written, straight, tmp_path):
+@pytest.mark.parametrize(("mesh", "sources", "optimizer"), list(cases()))
+def test_resume_on_any_mesh_from_any_other_is_same_run(mesh, sources, optimizer, written, straight, tmp_path):
     """The processes of the ranks resume from all the sources, one after the other."""
-    paths = {name: written(name) for name in sources}
-    by_rank = run_ranks(resume, ranks_of(MESHES[mesh]), MESHES[mesh], paths, tmp_path, timeout=300)
+    paths = {name: written(name, optimizer) for name in sources}
+    words = [*MESHES[mesh], *OPTIMIZERS[optimizer]]
+    by_rank = run_ranks(resume, ranks_of(words), words, paths, tmp_path, timeout=300)
     for name, path in paths.items():
         assert tensor_bytes(tmp_path / name / path.name) == tensor_bytes(path), f"from {name}"
         for state, _ in (rank[name] for rank in by_rank):
             assert state == State(SAVED, 123, ORDER, 0, {"at": [1, 2]})
-        check([rank[name][1] for rank in by_rank], straight[SAVED:])
+        check([rank[name][1] for rank in by_rank], straight(optimizer)[SAVED:])

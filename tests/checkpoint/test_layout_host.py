@@ -65,7 +65,7 @@ def test_resume_of_host_files_on_any_mesh_is_same_run(mesh, sources, written, st
     by_rank = run_ranks(on_hosts, ranks, matrix.resume, MESHES[mesh], paths, tmp_path, timeout=300)
     for name in sources:
         assert tensor_bytes(tmp_path / name / STEP) == tensor_bytes(written(name, "shared")), f"from {name}"
-        matrix.check([rank[name][1] for rank in by_rank], straight[SAVED:])
+        matrix.check([rank[name][1] for rank in by_rank], straight()[SAVED:])
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.full] * (m != "fsdp2")) for m in MESHES])

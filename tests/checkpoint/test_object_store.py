@@ -171,7 +171,7 @@ def test_resume_through_failing_requests_is_same_run(mesh, source, server, strai
     run_ranks(write_to, ranks_of(MESHES[source]), server.env, [*MESHES[source], HOST], timeout=300)
     by_rank = run_ranks(resume_from, ranks_of(MESHES[mesh]), server.env, MESHES[mesh], tmp_path / "out", timeout=300)
     assert tensor_bytes(tmp_path / "out" / "s3" / STEP) == tensor_bytes(tmp_path / "disk" / STEP)
-    matrix.check([rank["s3"][1] for rank in by_rank], straight[SAVED:])
+    matrix.check([rank["s3"][1] for rank in by_rank], straight()[SAVED:])
     assert server.fail(0) > 10, "too few faults"
 
 
