@@ -70,9 +70,9 @@ _MICROBATCHES = 2  # of an island, if all islands compute equal shares
 def resolve_micro_batch(cfg: Config) -> None:
     """Set `train.micro_batch` if it is null.
 
-    Without pipeline it becomes a rank's whole share of the global batch
-    (with `train.batch_ramp`, of the largest batch that divides all batches), because fewer passes take less time. A
+    Without pipeline it becomes a rank's whole share of the global batch, because fewer passes take less time. A
     pipeline needs several microbatches to be full: at least two per pipeline rank, in a number that divides the share.
+    With `train.batch_ramp` it divides the shares of all batches.
     """
     t, mesh = cfg.train, cfg.mesh
     if t.micro_batch is None:

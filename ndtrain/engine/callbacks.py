@@ -67,11 +67,8 @@ class TraceCallback(Callback):
         self._trace: Trace | None = None
 
     def before_step(self) -> None:
-        trainer = self.trainer
-        if trainer.state.step + 1 == self._at:
-            rows = trainer.cfg.train.batch_sizes.at(trainer.state.step)
-            trainer.train_step.use_executors(trainer.cfg.microbatches_of(rows))
-            self._tracer = Tracer(trainer.train_step.executor, trainer.mesh)
+        if self.trainer.state.step + 1 == self._at:
+            self._tracer = Tracer(self.trainer.train_step, self.trainer.mesh)
 
     def after_step(self) -> dict[str, float]:
         if self._tracer:

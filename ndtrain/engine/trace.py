@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ndtrain.engine.executor import ActionTiming, Executor
+from ndtrain.engine.executor import ActionTiming
+from ndtrain.engine.train_step import TrainingStep
 from ndtrain.mesh.json_messages import gather_json
 from ndtrain.mesh.mesh import Mesh, MeshSpec
 from ndtrain.schedule import Schedule, Span, Timeline, simulate
@@ -160,16 +161,16 @@ class Tracer:
     It does not change any result. On a GPU the host waits for each action.
     """
 
-    def __init__(self, executor: Executor, mesh: Mesh):
-        self._executor, self._mesh = executor, mesh
+    def __init__(self, train_step: TrainingStep, mesh: Mesh):
+        self._train_step, self._mesh = train_step, mesh
         if mesh.world is not None:
             dist.barrier(mesh.world)
         self._log = _Log(_clock(mesh.rank), time.perf_counter(), [])
-        executor.timings = self._log.took
+        train_step.timings = self._log.took
 
     def finish(self, step: int) -> Trace | None:
         """Return the trace of the step on rank 0, and None on other ranks. Call this on every rank."""
-        self._executor.timings = None
+        self._train_step.timings = None
         mesh = self._mesh
         logs = [self._log]
         if mesh.world is not None:
@@ -177,7 +178,7 @@ class Tracer:
             if gathered is None:
                 return None
             logs = [_Log.from_json(log) for log in gathered]
-        return Trace(step, mesh.spec, self._executor.pipeline.schedule, _aligned(logs))
+        return Trace(step, mesh.spec, self._train_step.executor.pipeline.schedule, _aligned(logs))
 
 
 def _clock(rank: int) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ndtrain import schedule as schedules
 from ndtrain.config import AXES, DATA_AXES, Config, LocalShapes
 from ndtrain.data import Batch
-from ndtrain.engine.executor import Executor, TokenCount
+from ndtrain.engine.executor import ActionTiming, Executor, TokenCount
 from ndtrain.mesh.collectives import all_reduce, all_reduce_max
 from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.host_device import Readback, upload
@@ -90,6 +90,7 @@ class TrainingStep:
 
     Attributes:
         rows: the number of rows that the step processes here. An island processes its share of the global batch.
+        timings: as in `Executor`, for the steps from now on.
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: Stages):
@@ -98,6 +99,7 @@ class TrainingStep:
         self._executors = {stages.placement.schedule.microbatches: (self.executor, self.look_ahead)}
         self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
         self.rows = cfg.train.global_batch
+        self.timings: list[ActionTiming] | None = None
         self._reruns = 0  # of the current step
 
     def _make_executors(self, schedule: Schedule) -> tuple[Executor, Executor | None]:
@@ -110,13 +112,14 @@ class TrainingStep:
         ahead = forwards(cfg, self.mesh, stages, schedule, loss=False) if stages.balance.pooled else None
         return Executor(layers, stages, pipeline, stages.recompute.groups, losses, experts, offers), ahead
 
-    def use_executors(self, microbatches: int) -> None:
+    def _use_executors(self, microbatches: int) -> None:
         """Use the executors for this number of microbatches. It changes in `train.batch_ramp` and with islands."""
         if microbatches not in self._executors:
             s = self.cfg.schedule
             schedule = schedules.build(s.name, self.cfg.mesh.pp, microbatches, s.chunks, s.path)
             self._executors[microbatches] = self._make_executors(schedule)
         self.executor, self.look_ahead = self._executors[microbatches]
+        self.executor.timings = self.timings
 
     def run(self, step: int, batches: Sequence[Batch], signals: Signals = lambda: (0.0,)) -> PendingReport:
         """Run step number `step`, counted from 1, on this rank's microbatches."""
@@ -134,7 +137,7 @@ class TrainingStep:
                 None: the tokens of the ranks' batches are all tokens.
         """
         RECORDER.begin(step)
-        self.use_executors(len(batches))
+        self._use_executors(len(batches))
         self._reruns, capacity = 0, self.stages.capacity
         weight = total_weight(self.stages.objective, batches) if weight is None else weight
         if capacity is None:

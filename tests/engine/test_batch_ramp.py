@@ -1,5 +1,6 @@
 """Batches that grow in stages (`train.batch_ramp`): sizes, order of the data, parity on meshes, resume and refusals."""
 
+import json
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from ndtrain.config import load_config, resolve
 from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.data import microbatches
+from ndtrain.engine.callbacks import TRACED
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.trainer import Trainer
 from ndtrain.plan.predict import run_length
@@ -182,3 +184,11 @@ def test_schedule_file_fits_only_one_batch(tmp_path):
     resolve(load_config(["recipe=llama_debug", *words]), 2)
     text = config_refusal(["recipe=llama_debug", *words, "train.batch_ramp=[[4,1]]"], 2)
     assert "has 16 microbatches, but the configuration has 4" in text
+
+
+def test_trace_of_the_first_step_of_a_stage_has_its_microbatches(tmp_path, corpus):
+    ramp = f"train.batch_ramp=[[4,{TRACED - 1}],[8,9]]"
+    words = ["train.trace=true", "mesh.pp=2", ramp, f"train.stop_at={TRACED}"]
+    run_ranks(trained, 2, [*arguments(tmp_path / "run", corpus), *RAMP, *words])
+    events = json.loads((tmp_path / "run" / "trace" / f"step-{TRACED:08d}.json").read_text())["traceEvents"]
+    assert len({e["name"] for e in events if e["name"].startswith("F")}) == 2 * 8

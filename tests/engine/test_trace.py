@@ -63,7 +63,7 @@ def rank_traces(overrides: list[str], steps: int) -> list[Trace | None]:
     step, traces = TrainingStep(cfg, mesh, stages), []
     for number in range(1, 3 + steps):
         batches = make_batches(cfg, mesh, number, "none")
-        tracer = Tracer(step.executor, mesh) if number > 2 else None
+        tracer = Tracer(step, mesh) if number > 2 else None
         step.run(number, batches).wait()
         traces.append(tracer.finish(number) if tracer else None)
     return traces[2:]

@@ -287,7 +287,7 @@ def test_island_step_missing_offer_is_an_error():
         drop = lambda made: tuple(op for op in made if op != ops.Offer("model.norm"))
         faulty = replace(program, turns=tuple(turn._replace(ops=drop(turn.ops)) for turn in program.turns))
         many = island.step
-        many.use_executors(8)
+        many._use_executors(8)
         many.executor._programs[frozenset(island.stages.units.unsharded)] = faulty
         with pytest.raises(AssertionError, match=r"has not offered \['model.norm'\]"):
             island.steps(work(1, range(8))).run(0)
