@@ -121,7 +121,8 @@ def die_at(nth: int, folder: str, cfg: Config, writes: bool) -> int:
             count()
 
     sys.addaudithook(hook)
-    for name in ("fsync", "pwrite") if writes else ("fsync",):
+    saving.MOST_VIEWS = 2  # a write for every two tensors: more places for a kill
+    for name in ("fsync", "pwritev") if writes else ("fsync",):
         call = getattr(os, name)
         setattr(os, name, lambda *a, call=call: (count(), call(*a))[1])
     os._exit(train(cfg))
