@@ -13,7 +13,7 @@ from tests.islands.runs import MESHES, PATIENCE_S, free_port, island_arguments
 from tests.lib.helpers import MARK, processes, reset_signals, rows, wait_for, write_corpus
 
 # If the file `loop` exists, rank 0 computes for ever, in Python, before the passes of a step. If `freeze` exists, rank
-# 1 stops before it offers its gradient, as with SIGSTOP.
+# 1 stops before it offers the last unit, as with SIGSTOP, but after its part in the collectives of its island.
 DRIVER = """
 import os, runpy, signal, sys
 from pathlib import Path
@@ -22,7 +22,8 @@ from ndtrain.engine.train_step import TrainingStep
 from ndtrain.islands.exchange import Exchange
 
 loop, freeze = Path(sys.argv[1] + ".loop"), Path(sys.argv.pop(1) + ".freeze")
-passes, offer = TrainingStep.forward_backward, Exchange.offer_gradient
+passes, withheld = TrainingStep.forward_backward, []
+offer, check, numbers = Exchange.offer_unit, Exchange.check_offered, Exchange.offer_numbers
 
 
 def forward_backward(*args):
@@ -33,14 +34,26 @@ def forward_backward(*args):
     return passes(*args)
 
 
-def offer_gradient(*args):
-    if os.environ.get("RANK") == "1" and freeze.exists():
+def offer_unit(self, step, unit, *rest):
+    if os.environ.get("RANK") == "1" and freeze.exists() and unit == "model.embed_tokens":
         freeze.unlink()
+        withheld.append(unit)
+        return
+    offer(self, step, unit, *rest)
+
+
+def check_offered(*args):
+    return withheld or check(*args)
+
+
+def offer_numbers(*args):
+    if withheld:
         os.kill(os.getpid(), signal.SIGSTOP)
-    offer(*args)
+    numbers(*args)
 
 
-TrainingStep.forward_backward, Exchange.offer_gradient = forward_backward, offer_gradient
+TrainingStep.forward_backward, Exchange.offer_unit = forward_backward, offer_unit
+Exchange.check_offered, Exchange.offer_numbers = check_offered, offer_numbers
 runpy.run_module("ndtrain.train", run_name="__main__", alter_sys=True)
 """
 LONG = 100_000  # steps of a run that a test stops
