@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from safetensors import safe_open
 
+from ndtrain.islands.island import LOST_WEIGHTS
+from ndtrain.observe.jsonl import read_rows
+from ndtrain.run import exit_status
 from tests.lib.helpers import arguments, checkpoint_of, rank_main, rows
 from tests.lib.ranks import started_ranks
 
@@ -122,15 +125,26 @@ class Islands:
         Raises:
             AssertionError: one failed, or they take too long.
         """
-        end = time.monotonic() + PATIENCE_S
-        for name in names or list(self.meshes):
-            for p in self._running[name][0]:
-                p.join(max(0.1, end - time.monotonic()))
+        end, waited = time.monotonic() + PATIENCE_S, names or list(self.meshes)
+        while time.monotonic() < end and None in [code for name in waited for code in self.exit_codes(name)]:
+            self.start_again()
+            time.sleep(0.05)
+        for name in waited:
             assert self.exit_codes(name) == [0] * len(self._running[name][0]), self.failures()
+
+    def start_again(self) -> None:
+        """Start the islands again that ask for it, as launch/islands.sh does: the only island that had the newest
+        weights was killed while they were read."""
+        for name in self.meshes:
+            if 1 in self.exit_codes(name):
+                for p in self._running[name][0]:
+                    p.join(10)
+                if exit_status.read(self.folder / name).error == LOST_WEIGHTS:
+                    self.start(name, "resume=auto")
 
     def step(self, name: str) -> int:
         """Return the last step that an island has logged."""
-        logged = rows(self.folder / name)
+        logged = read_rows(self.folder / name / "metrics.jsonl")
         return logged[-1]["step"] if logged else 0
 
 
@@ -218,6 +232,7 @@ def run_with_kills(
 def _reach(islands: Islands, goal: int, end: float) -> bool:
     """Wait until an island is at a step. Return False if one has finished before."""
     while max(islands.step(n) for n in islands.meshes) < goal:
+        islands.start_again()
         codes = [code for n in islands.meshes for code in islands.exit_codes(n)]
         assert not any(codes) and time.monotonic() < end, islands.failures()
         if 0 in codes:
