@@ -43,6 +43,7 @@ from ndtrain.engine.setup import RunSetup, prepare, save_config
 from ndtrain.engine.start import fill_weights, order_of
 from ndtrain.engine.train_step import PendingReport, StepReport, TrainingStep
 from ndtrain.engine.validation import rank_batches
+from ndtrain.islands.island import LOST_WEIGHTS
 from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.mesh import EP, Mesh, MeshSpec
 from ndtrain.model import flops
@@ -384,6 +385,8 @@ class Trainer:
         unsaved = "" if at_end or idle else f"the last state was not saved: {self.checkpoints.failures[-1]}"
         error = self.failure or unsaved
         why = "failed" if error else "died" if orphaned else "stopped" if stopped else "finished"
+        if self.failure == LOST_WEIGHTS:
+            why = "died"  # a restart helps: it reads the weights from a checkpoint
         if orphaned and not error:
             error = f"torchrun was killed, so the run stopped after step {step}, which is saved"
         if self.mesh.rank == 0:

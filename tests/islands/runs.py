@@ -136,7 +136,7 @@ class Islands:
         """Start the islands again that ask for it, as launch/islands.sh does: the only island that had the newest
         weights was killed while they were read."""
         for name in self.meshes:
-            if 1 in self.exit_codes(name):
+            if set(self.exit_codes(name)) != {None}:  # one of its processes has ended
                 for p in self._running[name][0]:
                     p.join(10)
                 if exit_status.read(self.folder / name).error == LOST_WEIGHTS:

@@ -5,7 +5,9 @@ import signal
 
 import pytest
 
+from ndtrain.engine.island_step import IslandStep, StepSum
 from ndtrain.engine.train_step import TrainingStep
+from ndtrain.islands.island import LOST_WEIGHTS
 from ndtrain.run import exit_status
 from tests.islands.launched import LaunchedIslands
 from tests.islands.runs import PATIENCE_S, free_port, island_arguments
@@ -71,6 +73,21 @@ def test_training_thread_that_loops_ends_its_island_and_the_other_takes_over(tmp
         first, second = islands.console("b").partition("error: hang: ")[2].splitlines()[:2]
     assert first == f"island b: nothing has moved for {DEADLINE_S} s (hardware.timeout_s)"
     assert second.startswith("  rank 0 does nothing: ") and "driver.py:" in second and "in forward_backward" in second
+
+
+def lose_weights(args: list[str]) -> int:
+    """For `started_ranks`: an island that is told that its source of weights is lost."""
+    IslandStep.run = lambda self, done: StepSum(done, None, LOST_WEIGHTS)
+    return rank_main(args)
+
+
+def test_island_whose_source_of_weights_is_lost_ends_with_the_code_for_a_restart(tmp_path):
+    more = "islands.count=1", f"islands.address=127.0.0.1:{free_port()}", f"run.dir={tmp_path / 'a'}"
+    args = [*island_arguments(tmp_path, write_corpus(tmp_path / "corpus.txt"), 3), *more]
+    with started_ranks(lose_weights, 1, args) as ((rank,), _):
+        rank.join(PATIENCE_S)
+    ended = exit_status.read(tmp_path / "a")
+    assert (ended.why, ended.code, ended.error) == ("died", 75, LOST_WEIGHTS)
 
 
 @FULL
