@@ -467,6 +467,24 @@ def islands_churn() -> str:
     return with_origin(f"{text}\n\n{table(head, rows)}", "islands-churn")
 
 
+def mup() -> str:
+    """Return the losses at each width by learning rate, with and without muP. The best of a row is bold."""
+    of: dict[tuple[int, bool], dict[float, float]] = {}
+    for case in load("mup-cpu-1")["cases"]:
+        width, base, lr = case["settings"].values()
+        of.setdefault((width, base is not None), {})[lr] = case["loss"]
+    of |= {(min(width for width, _ in of), True): of[min(of)]}  # the base model is the same with muP
+    rates = sorted(next(iter(of.values())))
+    cells = lambda losses: [
+        f"**{losses[lr]:.3f}**" if losses[lr] == min(losses.values()) else f"{losses[lr]:.3f}" for lr in rates
+    ]
+    rows = [
+        [str(width), "yes" if with_mup else "no", *cells(of[width, with_mup])]
+        for width, with_mup in sorted(of, key=lambda x: (x[1], x[0]))
+    ]
+    return with_origin(table(["hidden size", "muP", *(f"{lr:g}" for lr in rates)], rows), "mup-cpu-1")
+
+
 def islands_diloco() -> str:
     """Return the best loss of each number of islands, its distance from data parallelism, and the published ones."""
     cases = load("islands-diloco")["cases"]
@@ -551,7 +569,7 @@ TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         gpu_steps, gpu_peers, gpu_aims, gpu_profile, peers_data, peers_tp, peers_cp, peers_cp_link, peers_pp, step,
-        step_profile, checkpoint, collectives, matmul, first_run, experts_runs, timeline,
+        step_profile, checkpoint, collectives, matmul, first_run, experts_runs, mup, timeline,
         islands_link, islands_partition, islands_churn, islands_recovery, islands_diloco,
         scale_ranks, scale_table,
     )
