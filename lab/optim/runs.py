@@ -35,11 +35,11 @@ class Options(OutOptions):
             ConfigError: the folder has no runs.
         """
         super().check()
-        if not self.found:
+        if not self.folders:
             raise ConfigError(f"folder={self.folder}: there is no metrics.jsonl in a folder below")
 
     @property
-    def found(self) -> list[Path]:
+    def folders(self) -> list[Path]:
         """The run folders."""
         return sorted(path.parent for path in Path(self.folder).rglob("metrics.jsonl"))
 
@@ -48,7 +48,7 @@ def run(options: Options) -> bool:
     """Print the runs in the order of their settings, and write them. Return True."""
     options.check()
     keys = options.keys.split(",")
-    cases = [_read(folder, keys, options) for folder in options.found]
+    cases = [_read(folder, keys, options) for folder in options.folders]
     cases.sort(key=lambda case: [(value is not None, value) for value in case["settings"].values()])
     for case in cases:
         settings = " ".join(f"{key}={value}" for key, value in case["settings"].items())

@@ -19,7 +19,7 @@ from ndtrain.config import ConfigError, ModelConfig
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.row_map import Rows
 from ndtrain.mesh.sharding import TensorLayout, Tensors, even_split
-from ndtrain.model import tensor_shapes
+from ndtrain.model import params, tensor_shapes
 from ndtrain.model.spec import Role
 from ndtrain.model.transformer import bias_names, names_of
 from ndtrain.optim import StateSpec
@@ -116,7 +116,7 @@ def model_part(plan: StatePlan) -> Part:
 
 def checkpoint_bytes(m: ModelConfig, plan: StatePlan) -> int:
     """Return the bytes of one checkpoint: weights, copies of them and the optimizer's state."""
-    shapes, hidden = tensor_shapes(m), names_of(m, Role.HIDDEN)
+    shapes, hidden = tensor_shapes(m), names_of(params(m), Role.HIDDEN)
     parts = [part for of_stem in parts_of(plan).values() for part in of_stem]
     numel = lambda part: sum(math.prod(part.shape_of(s)) for n, s in shapes.items() if part.tensors.has(n in hidden))
     biases = len(bias_names(m)) * (m.num_experts or 0) * BIAS.itemsize

@@ -10,7 +10,7 @@ class BatchSizes:
 
     Attributes:
         last: the sequences per step after the ramp.
-        ramp: the stages before that, each with its sequences per step and its number of steps.
+        ramp: the stages of the ramp: (sequences per step, number of steps).
     """
 
     last: int
@@ -18,12 +18,12 @@ class BatchSizes:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """The different sizes, in ascending order."""
+        """Each size once, in ascending order."""
         return tuple(sorted({self.last, *(sequences for sequences, _ in self.ramp)}))
 
     @property
     def ramp_steps(self) -> int:
-        """The number of steps before the first one of `last` sequences."""
+        """The number of steps of the ramp."""
         return sum(steps for _, steps in self.ramp)
 
     def at(self, step: int) -> int:

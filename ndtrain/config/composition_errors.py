@@ -80,9 +80,6 @@ def one_line(error: BaseException, search: Sequence[str] | None = None, override
     if added := _entries_of_null(error, overrides):
         return f"{added}: {_NULL}"
     causes = [e for e in (error, error.__cause__, error.__context__) if isinstance(e, OmegaConfBaseException)]
-    element = re.match(r"Error merging override ([\w.]+)=", first)
-    if causes and element and not causes[0].full_key and "is not a ListConfig" in str(causes[0]):
-        return f"{element[1]}: its elements are lists, which need brackets: `[[...]]`"
     if causes:
         return _wrong_value(causes[0], path or _file_with(causes[0].full_key, chosen, overrides), keys)
     paths = list(dict.fromkeys([path, *chosen] if path else chosen))
@@ -111,6 +108,9 @@ def _wrong_value(error: OmegaConfBaseException, path: Path | None, keys: Mapping
         if match[2] == "Integer" and re.fullmatch(r"-?[0-9]+\.0", match[1]):
             needed += f": write {match[1].removesuffix('.0')}"
         return f"{where}{key}={match[1]}: must be {needed}"
+    if re.match(r"Invalid value assigned: \w+ is not a ListConfig", text) and not key:  # an element of a list
+        nested = " or ".join(name for name, known in keys.items() if known.kind.startswith("list[list["))
+        return f"{where}{nested}: its elements are lists, which need brackets: `[[...]]`"
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", text):
         return f"{where}{key}: a list needs brackets: `[...]`"
     if match := re.match(r"Cannot assign (\w+) to Dict", text):

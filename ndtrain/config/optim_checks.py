@@ -63,7 +63,7 @@ def resolve_mup(cfg: Config) -> None:
         "model.tie_word_embeddings=false",
     )
     require(
-        get("optimizer", optim.name).transfers,
+        get("optimizer", optim.name).width_power(optim) is not None,
         f"model.mup_base={m.mup_base}: how the learning rate of optim={optim.name} depends on the width is not known: "
         "choose optim=adamw, lion or muon",
     )

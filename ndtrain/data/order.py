@@ -159,10 +159,19 @@ def global_numbers(step: int, rows: Sequence[int], batch_sizes: BatchSizes) -> n
     Raises:
         IndexError: a row is outside the global batch.
     """
-    rows, size = np.asarray(rows, np.int64), batch_sizes.at(step)
+    return batch_sizes.before(step) + rows_within(rows, batch_sizes.at(step))
+
+
+def rows_within(rows: Sequence[int], size: int) -> np.ndarray:
+    """Return the rows of a global batch of this size, int64 [len(rows)].
+
+    Raises:
+        IndexError: a row is outside the global batch.
+    """
+    rows = np.asarray(rows, np.int64)
     if rows.size and not (rows.min() >= 0 and rows.max() < size):
         raise IndexError(f"rows {rows.min()} to {rows.max()} of a global batch of {size}")
-    return batch_sizes.before(step) + rows
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------------- permutation

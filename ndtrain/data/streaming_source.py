@@ -16,7 +16,7 @@ from ndtrain.config import ConfigError
 from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.data.batches import Source
 from ndtrain.data.hf import one_line
-from ndtrain.data.order import global_numbers
+from ndtrain.data.order import rows_within
 from ndtrain.data.token_reader import TokenReader
 
 
@@ -62,7 +62,7 @@ class StreamingSource(Source):
         """
         if step != self._next:
             raise ValueError(f"step {step} of a streaming dataset was requested, but the next step is {self._next}")
-        rows = global_numbers(step, rows, self._batch_sizes) - self._batch_sizes.before(step)
+        rows = rows_within(rows, self._batch_sizes.at(step))
         tokens = self._broadcast_step(step)
         self._next += 1
         return sliding_window_view(tokens, self._seq_len + 1)[:: self._seq_len][rows].astype(np.int64)

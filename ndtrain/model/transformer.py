@@ -141,9 +141,9 @@ def params(m: ModelConfig) -> dict[str, Param]:
     return {p.name: p for p in table}
 
 
-def names_of(m: ModelConfig, role: Role) -> frozenset[str]:
+def names_of(table: Mapping[str, Param], role: Role) -> frozenset[str]:
     """Return the names of the parameters that have a role."""
-    return frozenset(p.name for p in params(m).values() if p.role is role)
+    return frozenset(name for name, p in table.items() if p.role is role)
 
 
 def tensor_dims(m: ModelConfig) -> dict[str, Dims]:

@@ -41,7 +41,6 @@ class Muon(WholeTensorOptimizer):
     """
 
     whole = Tensors.HIDDEN
-    transfers = True
 
     def __init__(self, cfg: OptimConfig):
         super().__init__(cfg)
@@ -61,10 +60,9 @@ class Muon(WholeTensorOptimizer):
         return Tensors.HIDDEN if tensor.hidden else Tensors.OTHER
 
     @classmethod
-    def width_power(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
-        if tensor.hidden:  # an orthogonal update does not grow with the width, unless adjust multiplies it by its root
-            return 0.5 if cfg.adjust == "match_rms_adamw" else 0.0
-        return AdamW.width_power(cfg, tensor)
+    def width_power(cls, cfg: OptimConfig) -> float:
+        # an orthogonal update does not grow with the width, unless adjust multiplies it by the root of the width
+        return 0.5 if cfg.adjust == "match_rms_adamw" else 0.0
 
     @classmethod
     def sent(cls, cfg: OptimConfig, master: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,14 +104,6 @@ class WholeTensors(NamedTuple):
     state: dict[str, Tensor]
 
 
-def width_power_of_bounded_updates(tensor: TensorLayout) -> float:
-    """Return `Optimizer.width_power` of an optimizer whose updates have elements of about one size, as AdamW's.
-
-    A sum over features of updates that agree in sign grows with their number, so matrices that sum over features get a
-    smaller learning rate (table 3 of the paper, for Adam)."""
-    return float(tensor.hidden or tensor.readout)
-
-
 class Update(NamedTuple):
     """The arguments of an update that are the same for all tensors of a step.
 
@@ -131,13 +123,7 @@ class Update(NamedTuple):
 
 
 class Optimizer(ABC):
-    """The base class of optimizers. One instance updates the same tensors in every step.
-
-    Attributes:
-        transfers: True if it has `width_power`, so that `model.mup_base` can be used.
-    """
-
-    transfers: ClassVar[bool] = False
+    """The base class of optimizers. One instance updates the same tensors in every step."""
 
     def __init__(self, cfg: OptimConfig):
         self.cfg = cfg
@@ -153,11 +139,14 @@ class Optimizer(ABC):
         return Tensors.ALL
 
     @classmethod
-    def width_power(cls, cfg: OptimConfig, tensor: TensorLayout) -> float:
-        """Return the power of the model's width by which muP divides the learning rate of a tensor. The optimum of
-        `optim.lr` then does not depend on the width (Yang et al., 2022, arXiv:2203.03466).
+    def width_power(cls, cfg: OptimConfig) -> float | None:
+        """Return the power of the model's width by which muP divides the learning rate of hidden matrices. The optimum
+        of `optim.lr` then does not depend on the width (Yang et al., 2022, arXiv:2203.03466, table 3).
+
+        Head and routers get the power 1, as in the paper for Adam, and all other tensors 0. None: no power is known,
+        and `model.mup_base` is refused.
         """
-        raise NotImplementedError
+        return None
 
     @abstractmethod
     def step(self, tensors: Sequence[OptimTensor], update: Update) -> None:

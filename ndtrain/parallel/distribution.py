@@ -12,6 +12,7 @@ from ndtrain.mesh.mesh import MeshSpec
 from ndtrain.mesh.sharding import Dim, Layouts
 from ndtrain.model import dim_sizes, params
 from ndtrain.model.spec import Param, Role
+from ndtrain.model.transformer import names_of
 from ndtrain.parallel.pp import Placement, split_layers
 
 
@@ -65,8 +66,7 @@ class Distribution:
     @cached_property
     def _matrices(self) -> tuple[frozenset[str], frozenset[str]]:
         """The names of the hidden matrices, and of those that read the features out."""
-        of = lambda role: frozenset(p.name for p in self.params.values() if p.role is role)
-        return of(Role.HIDDEN), of(Role.READOUT)
+        return names_of(self.params, Role.HIDDEN), names_of(self.params, Role.READOUT)
 
     @property
     def _experts_each(self) -> int:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from ndtrain.config import OptimConfig
 from ndtrain.config.name_patterns import factor_of
 from ndtrain.config.registry import get
+from ndtrain.config.schema import resolved
 from ndtrain.mesh.sharding import FlatLayout, TensorLayout
 from ndtrain.optim import Optimizer
 
@@ -27,10 +28,16 @@ def param_group(cfg: OptimConfig, tensor: TensorLayout) -> ParamGroup:
     muP (`optim.mup_width`) divides the learning rate of a tensor by a power of the width. Its weight decay is
     multiplied by this power, so that a step decays weights by the same fraction at every width.
     """
+    of_width = _factor_of_width(cfg, tensor)
+    decay = cfg.weight_decay * factor_of(cfg.wd_mult, tensor.name) / of_width if len(tensor.dims) > 1 else 0.0
+    return ParamGroup(factor_of(cfg.lr_mult, tensor.name) * of_width, decay)
+
+
+def _factor_of_width(cfg: OptimConfig, tensor: TensorLayout) -> float:
+    if cfg.mup_width is None or not (tensor.hidden or tensor.readout):
+        return 1.0
     optimizer: type[Optimizer] = get("optimizer", cfg.name)
-    narrower = 1.0 if cfg.mup_width is None else cfg.mup_width ** -optimizer.width_power(cfg, tensor)
-    decay = cfg.weight_decay * factor_of(cfg.wd_mult, tensor.name) / narrower if len(tensor.dims) > 1 else 0.0
-    return ParamGroup(factor_of(cfg.lr_mult, tensor.name) * narrower, decay)
+    return cfg.mup_width ** -(resolved(optimizer.width_power(cfg)) if tensor.hidden else 1)
 
 
 def groups_of_shard(cfg: OptimConfig, layout: FlatLayout) -> list[tuple[ParamGroup, slice]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from ndtrain.config import load_config, resolve
+from ndtrain.config import ConfigError, load_config, resolve
 from ndtrain.config.batch_sizes import BatchSizes
 from ndtrain.data import microbatches
 from ndtrain.engine.callbacks import TRACED
@@ -192,3 +192,11 @@ def test_trace_of_the_first_step_of_a_stage_has_its_microbatches(tmp_path, corpu
     run_ranks(trained, 2, [*arguments(tmp_path / "run", corpus), *RAMP, *words])
     events = json.loads((tmp_path / "run" / "trace" / f"step-{TRACED:08d}.json").read_text())["traceEvents"]
     assert len({e["name"] for e in events if e["name"].startswith("F")}) == 2 * 8
+
+
+def test_list_without_inner_brackets_in_a_file_names_file_and_key(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    path = tmp_path / "recipe" / "own.yaml"
+    path.write_text("# @package _global_\ntrain:\n  batch_ramp: [4, 3]\n")
+    with pytest.raises(ConfigError, match=f"^{path}: train.batch_ramp: its elements are lists, which need brackets"):
+        load_config(["recipe=own"], search=[str(tmp_path)])

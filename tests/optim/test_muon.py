@@ -73,7 +73,7 @@ def reference(overrides: tuple[str, ...]) -> dict[str, dict[str, torch.Tensor]]:
     named = dict(model.named_parameters())
     for name, p in named.items():
         fill(p.data.view(-1), cfg.model, cfg.run.seed, table[name], 0)
-    hidden = names_of(cfg.model, Role.HIDDEN)
+    hidden = names_of(table, Role.HIDDEN)
     lr_mult = lambda name: 2 if "norm" in name else 4 if "down_proj" in name else 1
     decay = lambda name: o.weight_decay * (0 if named[name].ndim < 2 else 3 if "q_proj" in name else 1)
     of = lambda names: [
