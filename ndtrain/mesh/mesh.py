@@ -308,23 +308,21 @@ class Mesh:
         None if it is in no list. Every group but the world's and `background` is created here.
 
         On gloo only the ranks of a group take part in its creation. NCCL splits the world's communicator once for all
-        lists. (`new_group` would split it once for each list.) Each rank that is in no list then gets a group of itself
-        alone. This keeps the names of groups the same on all ranks: PyTorch names a split group after the number of
-        groups that the rank has. `destroy_process_group` hangs if the ranks of a group have different names for it.
+        lists. (`new_group` would split it once for each list.) A rank that is in no list gets a group of itself alone.
+        This keeps the names of groups the same on all ranks: PyTorch puts the number of groups that the rank has into
+        the name of a new one. Ranks with different names for a group wait for each other forever.
         """
         world = dist.group.WORLD
+        alone = {*range(self.spec.world_size)}.difference(*blocks)
         if world is not None and world.bound_device_id is not None:
-            alone = {*range(self.spec.world_size)}.difference(*blocks)
             group = dist.split_group(
                 split_ranks=[*blocks, *([rank] for rank in sorted(alone))], pg_options=nccl_options()
             )
-            return None if self.rank in alone else self._named(name, group)
-        own = next((ranks for ranks in blocks if self.rank in ranks), None)
-        if own is None:
-            return None
-        with sharing_a_thread():
-            group = dist.new_group(own, use_local_synchronization=True)
-        return self._named(name, group)
+        else:
+            own = next((ranks for ranks in blocks if self.rank in ranks), [self.rank])
+            with sharing_a_thread():
+                group = dist.new_group(own, use_local_synchronization=True)
+        return None if self.rank in alone else self._named(name, group)
 
 
 def disjoint(pairs: Iterable[Pair]) -> list[list[Pair]]:

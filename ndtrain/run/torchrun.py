@@ -123,7 +123,7 @@ def _run(options: Namespace) -> int:
         with launcher.ends_with(script, "the launch script was killed: torchrun ends, and its ranks save and end"):
             run.run(options)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = first_to_end(error)
         if line := last_line(rank, failure):
             print(line, file=sys.stderr, flush=True)
         return failure.exitcode if failure.exitcode > 0 else exit_status.CODES["died"]
@@ -131,6 +131,16 @@ def _run(options: Namespace) -> int:
         print(f"{stop.sigval.name}: every rank has ended", file=sys.stderr, flush=True)
         return 128 + stop.sigval
     return 0
+
+
+def first_to_end(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """Return the rank with the first error, and its failure.
+
+    torchrun sends SIGTERM to the other ranks when one has failed. It may end a rank that has reported its error, even
+    the first one, and is exiting. Such a rank counts only if all were ended so.
+    """
+    ended = {rank: f for rank, f in error.failures.items() if f.exitcode != -signal.SIGTERM}
+    return ChildFailedError(error.name, ended or error.failures).get_first_failure()
 
 
 def status_of_run(status: int, job: str) -> int:

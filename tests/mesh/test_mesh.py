@@ -1,7 +1,7 @@
 """The process groups of a mesh: which ones are created, in how many calls, and with which options. NCCL's calls are
 stubbed; PyTorch's fake process group replaces the others."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -102,11 +102,14 @@ def test_links_on_gloo_share_the_group_of_the_axis():
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
 def test_links_in_order_have_one_group_per_direction(name):
-    """Each pair of neighbours has a group per direction, on its two ranks only. Evaluation creates no more groups."""
-    schedule = build(name, 4, 8)
+    """Each pair of neighbours has a group per direction, on its two ranks only, with the same name on both although
+    only two of the stages have made a link before. Evaluation creates no more groups."""
+    schedule, names = build(name, 4, 8), defaultdict(set)
     for rank in range(8):
         with fake_group(rank, 8) as made:
             mesh = Mesh(spec(pp=4, tp=2), rank, CPU, in_order=True)
+            mesh.links("pp", [(0, 2)])
+            made.clear()
             pairs = links(schedule)
             ends, stage = mesh.links("pp", pairs), mesh.coords["pp"]
             assert list(ends) == [pair for pair in pairs if stage in pair]
@@ -114,9 +117,13 @@ def test_links_in_order_have_one_group_per_direction(name):
             for (source, target), (group, peer) in ends.items():
                 other = mesh.spec.rank(mesh.coords | {"pp": source + target - stage})
                 assert dist.get_process_group_ranks(group)[peer] == other
-            assert len(made) == len(ends), "a rank makes no groups of others"
-            assert mesh.links("pp", links(forwards(schedule))).items() <= ends.items() and len(made) == len(ends)
-            assert {*Counter(map(tuple, made)).values()} == {2}, "one for each direction"
+                names[frozenset((rank, other)), source < target].add(group.group_name)
+            shared = [ranks for ranks in made if ranks != [rank]]
+            assert len(shared) == len(ends), "a rank makes no groups of others"
+            before = len(made)
+            assert mesh.links("pp", links(forwards(schedule))).items() <= ends.items() and len(made) == before
+            assert {*Counter(map(tuple, shared)).values()} == {2}, "one for each direction"
+    assert {len(name) for name in names.values()} == {1}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])

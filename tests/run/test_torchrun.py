@@ -90,6 +90,18 @@ def test_last_line_names_rank_and_cause(error_file):
     assert said(0, 1, str(error_file)) == "rank 3 failed: ValueError: bad"
 
 
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [([2, -15], 0), ([-15, 2], 1), ([-9, 75], 0), ([75, -9], 0), ([-15, -15, -9], 2), ([-15, -15], 0)],
+)
+def test_first_to_end_passes_over_ranks_that_torchrun_ended(codes, first):
+    """A rank that has reported its error may get torchrun's SIGTERM while it is exiting."""
+    failures = {rank: ProcessFailure(rank, 1, code, "none") for rank, code in enumerate(codes)}
+    for when, failure in enumerate(failures.values()):
+        failure.timestamp = when
+    assert torchrun.first_to_end(ChildFailedError("ndtrain.train", failures))[0] == first
+
+
 @pytest.mark.parametrize(("given", "ranks", "threads"), [(None, 2, 4), (None, 16, 1), ("3", 2, 3)])
 def test_set_threads_divides_cores_over_ranks(given, ranks, threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
