@@ -23,7 +23,7 @@ from ndtrain.config.local_shapes import LocalShapes
 from ndtrain.config.mesh_checks import check_ep, check_rules, check_tp, resolve_cp, resolve_mesh, resolve_micro_batch
 from ndtrain.config.moe_checks import resolve_balance
 from ndtrain.config.name_patterns import check_factors
-from ndtrain.config.optim_checks import check_optim, resolve_mup
+from ndtrain.config.optim_checks import check_optim, check_qk_clip, resolve_mup
 from ndtrain.config.rope_kinds import ROPE_KINDS
 from ndtrain.config.schema import EXPERT_OPS, SAVABLE_OPS, Config, ConfigError, ModelConfig, require, written
 
@@ -43,6 +43,7 @@ def resolve(cfg: Config, world_size: int) -> Config:
     require(cfg.run.name != "", "run.name is empty: give the run a name, e.g. run.name=first")
     require(cfg.run.dir != "", "run.dir is empty: name a folder, e.g. run.dir=runs/first")
     check_batch_ramp(cfg)
+    check_qk_clip(cfg)
     resolve_mup(cfg)
     resolve_balance(cfg)
     resolve_mesh(cfg, world_size)

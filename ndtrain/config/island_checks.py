@@ -42,6 +42,11 @@ def check_islands(cfg: Config) -> None:
             f"optim={cfg.optim.name} has state of whole tensors, which a new island cannot read yet: choose "
             "optim=adamw, or islands.sync=diloco",
         )
+        require(
+            cfg.optim.qk_clip is None,
+            f"optim.qk_clip={cfg.optim.qk_clip} needs the attention logits of all islands in every step: set it to "
+            "null, or choose islands.sync=diloco",
+        )
     require(
         not getattr(cfg.data, "streaming", False),
         "data.streaming=true reads a stream in order, but the rows of an island change: set data.streaming=false",

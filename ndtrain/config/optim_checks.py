@@ -43,6 +43,20 @@ def check_optim(optim: OptimConfig) -> None:
         )
 
 
+def check_qk_clip(cfg: Config) -> None:
+    """Check that smaller query and key weights make attention logits smaller.
+
+    Raises:
+        ConfigError: they do not, because queries and keys are normalised.
+    """
+    m, family = cfg.model, get("family", cfg.model.model_type)
+    require(
+        cfg.optim.qk_clip is None or not (family.qk_norm or family.qk_norm_of_all_heads),
+        f"optim.qk_clip={cfg.optim.qk_clip}: model.model_type={m.model_type} normalises queries and keys, so the size "
+        "of their weights has no effect: set optim.qk_clip=null",
+    )
+
+
 def resolve_mup(cfg: Config) -> None:
     """Set `optim.mup_width`, the width relative to `model.mup_base`.
 

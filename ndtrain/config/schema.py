@@ -355,6 +355,9 @@ class OptimConfig(Section):
     mup_width: float | None = positive(None, optional=True)  # model.hidden_size / model.mup_base; null: filled in
     # maximum gradient norm; gradients with a larger norm are scaled down to it; null: no clipping
     clip: float | None = positive(1.0, optional=True)
+    # maximum attention logit of a head; after an update, heads with a larger one get smaller query and key weights
+    # (QK-Clip); null: no clipping
+    qk_clip: float | None = positive(None, optional=True)
     schedule: str = choice("cosine", part="lr_schedule")  # schedule of the learning rate
     warmup: int = at_least(0, 0)  # steps of linear warmup
     decay_steps: int | None = None  # last step of the learning-rate schedule; null: train.steps

@@ -88,7 +88,8 @@ class Executor:
         facts = {name: UnitFacts.of(unit.layout, units.plan) for name, unit in units.units.items()}
         in_place = any(reduces_in_place(unit.grad) for unit in units.units.values())
         rounds = len(units.owners.rounds) if units.owners is not None else 0
-        self.holdings = Holdings(layers, facts, recompute_groups, in_place, experts, offers, rounds).joined()
+        clips = stages.qk_clip is not None
+        self.holdings = Holdings(layers, facts, recompute_groups, in_place, experts, offers, rounds, clips).joined()
         self.layers, self.units, self.pipeline = self.holdings.layers, units, pipeline
         self.saved_ops, self.balance, self.capacity = stages.saved_ops, stages.balance, stages.capacity
         self.timings: list[ActionTiming] | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ndtrain import schedule as schedules
 from ndtrain.config import AXES, DATA_AXES, Config, LocalShapes
+from ndtrain.config.schema import resolved
 from ndtrain.data import Batch
 from ndtrain.engine.executor import ActionTiming, Executor, TokenCount
 from ndtrain.mesh.collectives import all_reduce, all_reduce_max
@@ -45,7 +46,8 @@ class StepReport:
         tokens: number of processed positions, including those without a label.
         skipped: True if the loss or the gradient was not finite, and nothing was updated.
         signals: the largest of each of the ranks' `signals`, fp64 [k].
-        numbers: name -> other sums of the objective, and the numbers of the experts' load balancing.
+        numbers: name -> other sums of the objective, and the numbers of the experts' load balancing and of
+            `optim.qk_clip`.
         reruns: number of times that the step was repeated because expert capacity was exceeded (`moe.capacity`).
         capacity: the capacity factor that was sufficient; None: `moe.capacity` is not set.
     """
@@ -97,7 +99,7 @@ class TrainingStep:
         self.cfg, self.mesh, self.stages = cfg, mesh, stages
         self.executor, self.look_ahead = self._make_executors(stages.placement.schedule)
         self._executors = {stages.placement.schedule.microbatches: (self.executor, self.look_ahead)}
-        self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh)
+        self.optimizer = ShardedOptimizer(stages.units, cfg.optim, mesh, stages.qk_clip)
         self.rows = cfg.train.global_batch
         self.timings: list[ActionTiming] | None = None
         self._reruns = 0  # of the current step
@@ -153,6 +155,8 @@ class TrainingStep:
     def _forward_backward(self, step: int, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         t = self.cfg.train
         self.stages.balance.begin_step(t.batch_sizes.at(step - 1) * t.seq_len)
+        if self.stages.qk_clip is not None:
+            self.stages.qk_clip.begin_step()
         tokens = TokenCount(weight, self.mesh.group(*DATA_AXES))
         made = contexts(self.stages, batches, tokens.scale)
         if self.look_ahead is not None:
@@ -174,6 +178,8 @@ class TrainingStep:
             match op:
                 case ops.GatherStats():
                     stats = self.optimizer.reduce_stats(loss)
+                case ops.GatherLogits():
+                    resolved(self.stages.qk_clip).gather()
                 case ops.Prepare():
                     self.optimizer.begin(step, lr, stats)
                 case ops.ComputeWhole():
@@ -195,12 +201,13 @@ class TrainingStep:
         return self.executor.ran or self.executor.program
 
     def _report(self, step: int, lr: float, stats: GradStats, signals: Sequence[float]) -> PendingReport:
-        balance, capacity = self.stages.balance, self.stages.capacity
+        balance, capacity, clip = self.stages.balance, self.stages.capacity, self.stages.qk_clip
         largest = upload(signals, self.mesh.device)
         work = all_reduce_max(largest, self.mesh.world)
-        numbers = torch.cat([torch.stack([stats.norm, stats.finite.double()]), stats.losses, balance.numbers()])
+        parts = [torch.stack([stats.norm, stats.finite.double()]), stats.losses, balance.numbers()]
+        numbers = torch.cat(parts if clip is None else [*parts, clip.numbers()])
         result, tokens = Readback(work, numbers, largest), self.rows * self.cfg.train.seq_len
-        names = *self.stages.objective.sums, *balance.names
+        names = *self.stages.objective.sums, *balance.names, *(() if clip is None else clip.names)
         factor = None if capacity is None else capacity.factor
         return PendingReport(step, lr, tokens, result, names, self._reruns, factor)
 

@@ -98,7 +98,7 @@ class Ops:
     embedding: Callable = embedding  # (tokens [B, T], weight [V, E]) -> [N, E]
     norm_of_heads: Callable = rms_norm  # (x [N, H D], weight [H D], eps): over all heads of a token
     for_all_heads: Callable = lambda x: x  # (x [N, I] of this rank's tokens) -> the tokens that its heads read [N, I]
-    core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx) -> [B, T, H, D]
+    core: Callable = local_core  # (q [B, T, H, D], k and v [B, T, K, D], ctx, largest [H] | None) -> [B, T, H, D]
     head_loss: Callable = head_loss  # (x [N, E], weight [V, E], targets, scale, chunk) -> sums [S]
     balance: Callable = balance  # (logits [N, X], routing, counts [X], bias [X]) -> weights [N, K]
     gather_routed: Callable = gather_routed  # (x [N, E], routing, permutation) -> x, weights [N, K], permutation
@@ -184,12 +184,29 @@ def declared(module: nn.Module) -> Iterator[tuple[str, Dims, Init, int | None]]:
 # --------------------------------------------------------------------------------------------------------- the block
 
 
+class HeadRows(NamedTuple):
+    """A projection of queries or keys, and how the attention logits of a head depend on its rows.
+
+    Attributes:
+        projection: its path relative to the block.
+        powers: consecutive rows of each head as (number, power): to multiply the head's logits by g, each row is
+            multiplied by g to this power. The powers of a query and of the key that it meets add up to 1.
+    """
+
+    projection: str
+    powers: tuple[tuple[int, float], ...]
+
+
 class Block(nn.Module):
     """Pre-norm attention and SwiGLU MLP (Shazeer, 2020, arXiv:2002.05202), each added to the residual stream.
 
     Attributes:
         held_experts: indices of the experts that this block holds. None: all of them.
+        largest_H: for each query head of this device, the largest log-sum-exp of its attention scores so far. None: it
+            is not wanted.
     """
+
+    largest_H: Tensor | None = None
 
     def __init__(self, m: ModelConfig, family: Family, ops: Ops, held_experts: range | None = None):
         super().__init__()
@@ -220,6 +237,12 @@ class Block(nn.Module):
             OpSpec(CORE, outputs=("heads",), multiply_adds_a_key=products, joins=Joins.POSITIONS),
             OpSpec("o_proj", (("self_attn.o_proj",),), joins=Joins.SLICES, to_stream=True),
         )
+
+    @classmethod
+    def head_rows(cls, m: ModelConfig) -> tuple[HeadRows, HeadRows]:
+        """Return the rows of the projections of queries and of keys."""
+        half = ((resolved(m.head_dim), 0.5),)
+        return HeadRows("self_attn.q_proj", half), HeadRows("self_attn.k_proj", half)
 
     @classmethod
     def mlp_ops(cls, m: ModelConfig, family: Family) -> tuple[OpSpec, ...]:
@@ -269,7 +292,7 @@ class Block(nn.Module):
             q, k = self.norm(q, a.q_norm), self.norm(k, a.k_norm)
         if ctx.rope is not None:
             q, k = rotate(q, k, ctx.rope)
-        out_BTHD = self.ops.core(q, k, v, ctx)
+        out_BTHD = self.ops.core(q, k, v, ctx, self.largest_H)
         return self.linear(out_BTHD.reshape(B * T, -1), a.o_proj)[0]
 
     def feed_forward(self, x_NE: Tensor) -> Tensor:

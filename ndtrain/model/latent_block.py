@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ndtrain.config import ModelConfig
 from ndtrain.config.schema import resolved
-from ndtrain.model.block import Block, Context, Weights
+from ndtrain.model.block import Block, Context, HeadRows, Weights
 from ndtrain.model.families.family import Family
 from ndtrain.model.moe.block import MoEBlock
 from ndtrain.model.norm import rms_norm
@@ -42,6 +42,17 @@ class LatentBlock(Block):
             out,
         )
 
+    @classmethod
+    def head_rows(cls, m: ModelConfig) -> tuple[HeadRows, HeadRows]:
+        """Return the rows of the projections of queries and of keys. All heads share the rotated part of the key, so
+        the rotated rows of a query get the whole factor."""
+        plain, rotated, of_value = (resolved(n) for n in (m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim))
+        queries = "self_attn.q_proj" if m.q_lora_rank is None else "self_attn.q_b_proj"
+        return (
+            HeadRows(queries, ((plain, 0.5), (rotated, 1.0))),
+            HeadRows("self_attn.kv_b_proj", ((plain, 0.5), (of_value, 0.0))),
+        )
+
     def make_attention(self, m: ModelConfig, family: Family) -> nn.Module:
         a, bias = nn.Module(), family.o_bias(m)
         if m.q_lora_rank is None:
@@ -66,7 +77,8 @@ class LatentBlock(Block):
         q_BTHD, k_BTHD, v_BTHV = self._heads(q, kv, self.ops.for_all_heads(key_NR), ctx)
         # kernels need one head size for queries, keys and values. Zeros appended to the values add zeros to the output
         narrower = q_BTHD.shape[-1] - v_BTHV.shape[-1]
-        out_BTHV = self.ops.core(q_BTHD, k_BTHD, F.pad(v_BTHV, (0, narrower)), ctx)[..., : m.v_head_dim]
+        v_BTHD = F.pad(v_BTHV, (0, narrower))
+        out_BTHV = self.ops.core(q_BTHD, k_BTHD, v_BTHD, ctx, self.largest_H)[..., : m.v_head_dim]
         return self.linear(out_BTHV.flatten(0, 1).flatten(1), a.o_proj)[0]
 
     def _queries_and_latent(self, x_NE: Tensor) -> tuple[Tensor, Tensor]:

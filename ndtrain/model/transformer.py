@@ -22,7 +22,7 @@ from ndtrain.config.schema import resolved
 from ndtrain.model.attention.custom_op import handle
 from ndtrain.model.attention.mods import attention_mod
 from ndtrain.model.attention.scores import Scores, alibi_slopes
-from ndtrain.model.block import Block, Context, Ops, Weights, declared, dim_elements
+from ndtrain.model.block import Block, Context, HeadRows, Ops, Weights, declared, dim_elements
 from ndtrain.model.families import family_of
 from ndtrain.model.latent_block import LatentBlock, LatentMoEBlock
 from ndtrain.model.moe.block import MoEBlock
@@ -139,6 +139,17 @@ def params(m: ModelConfig) -> dict[str, Param]:
     if not m.tie_word_embeddings:
         table.append(Param(f"{HEAD}.weight", ("vocab", "embed"), HEAD, role=Role.READOUT))
     return {p.name: p for p in table}
+
+
+def head_rows(m: ModelConfig) -> dict[str, tuple[int, HeadRows]]:
+    """Return, for each parameter of a projection of queries or keys, (index of its layer, the rows of its heads)."""
+    table = {}
+    for kind, layers in kinds(m).items():
+        rows = {rows.projection: rows for rows in kind.head_rows(m)}
+        for p in block_params(m, layers[0]):
+            if (projection := p.name.rpartition(".")[0]) in rows:
+                table |= {f"{layer(i)}.{p.name}": (i, rows[projection]) for i in layers}
+    return table
 
 
 def names_of(table: Mapping[str, Param], role: Role) -> frozenset[str]:

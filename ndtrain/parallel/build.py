@@ -52,6 +52,7 @@ from ndtrain.parallel.linear.fp8 import FP8_MATMUL, check_shapes, multiplies_fp8
 from ndtrain.parallel.linear.matmul import PLAIN_MATMUL, MatmulImpl
 from ndtrain.parallel.linear.ops import LinearOps
 from ndtrain.parallel.owners import Round, Work, holder_axes, plan_rounds
+from ndtrain.parallel.qk_clip import QKClip
 from ndtrain.parallel.recompute import (
     RecomputeOps,
     RecomputePlan,
@@ -124,7 +125,7 @@ class _Graphs(NamedTuple):
     Attributes:
         blocks: True if the blocks and the loss are.
         matmuls: True if the blocks' matmuls are part of their graphs.
-        core: True if the attention core of a block is, unless cp replaces it.
+        core: True if the attention core of a block is.
     """
 
     blocks: bool
@@ -132,9 +133,15 @@ class _Graphs(NamedTuple):
     core: bool
 
     @classmethod
-    def of(cls, compiled: bool, distribution: Distribution, recompute: RecomputeConfig) -> "_Graphs":
+    def of(cls, compiled: bool, distribution: Distribution, recompute: RecomputeConfig, measured: bool) -> "_Graphs":
+        """Choose the parts.
+
+        Args:
+            measured: True if the attention core measures its logits, which a compiled graph does not.
+        """
         in_graph = compiled and linear_in_graph(distribution, recompute)
-        return cls(compiled, in_graph, compiled and not needs_saved_ops(recompute))
+        core = distribution.mesh.size("cp") > 1 or not needs_saved_ops(recompute)
+        return cls(compiled, in_graph, compiled and core and not measured)
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,7 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None, imbalan
         check_shapes(layouts, distribution.params.values(), all_ops(m))
     trains, plan = plan is None, plan or state_plan(cfg)
     compiled, compile_note = choose_compile(cfg.train, m, mesh, trains)
-    graphs = _Graphs.of(compiled, distribution, cfg.recompute)
+    graphs = _Graphs.of(compiled, distribution, cfg.recompute, measured=trains and cfg.optim.qk_clip is not None)
     models = _models(distribution, mesh, cfg.train.loss_chunk)
     names = _check_declared(models.values(), layouts)
     _make_process_groups(layouts, mesh, plan)
@@ -212,10 +219,13 @@ def build_stages(cfg: Config, mesh: Mesh, plan: StatePlan | None = None, imbalan
     for model in models.values():
         _complete(model, weights.by_name, ops, kernel, graphs)
         balance.adopt(model)
+    limit = cfg.optim.qk_clip if trains else None
+    qk_clip = None if limit is None else QKClip(limit, list(models.values()), units, layouts, mesh)
     notes = [note for note in (attention, compile_note) if note]
     stages = Stages(
-        models, units, layouts, distribution.placement, weights.saved_ops, balance, objective, notes, capacity=capacity
-    )
+        models, units, layouts, distribution.placement, weights.saved_ops, balance, objective, notes, capacity=capacity,
+        qk_clip=qk_clip,
+    )  # fmt: skip
     if not trains:
         return stages
     recompute = _plan_recompute(stages, cfg.recompute, RecomputeOps.of(m, cfg.mesh), shapes, cfg.data.pack, mesh)
@@ -364,14 +374,13 @@ def _ops(
 def _core(mesh: Mesh, saved_ops: SavedOps, graphs: _Graphs, sequences: SequenceSharding) -> Callable[..., Tensor]:
     """Return the attention core."""
 
-    def core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx: Context) -> Tensor:
-        return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of(CORE))
+    def local(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx: Context, largest_N: Tensor | None = None) -> Tensor:
+        return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, saved_ops.of(CORE), largest_N)
 
+    core = local_core if graphs.core else local
     if sequences.parts > 1:
-        return cp_core(sequences, mesh.group("cp"), mesh.index("cp"), saved_ops=saved_ops)
-    if not graphs.blocks:
-        return core
-    return local_core if graphs.core else torch.compiler.disable(core)
+        core = cp_core(sequences, mesh.group("cp"), mesh.index("cp"), saved_ops=saved_ops)
+    return torch.compiler.disable(core) if graphs.blocks and not graphs.core else core
 
 
 def _matmul_impl(compute: str, mesh: Mesh, compiled: bool) -> MatmulImpl:

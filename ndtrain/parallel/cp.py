@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ndtrain.mesh.collectives import Pending, all_to_all, shift
 from ndtrain.mesh.sequence_sharding import SequenceSharding
-from ndtrain.model.attention.core import Merged, Recall, add_gradients, attend, total_like
+from ndtrain.model.attention.core import Merged, Recall, add_gradients, attend, raise_to, total_like
 from ndtrain.model.attention.custom_op import AttentionOp, as_custom_op
 from ndtrain.model.attention.kernels import Pieces, half_pieces, pieces_for
 from ndtrain.model.attention.scores import Scores
@@ -64,7 +64,8 @@ def cp_core(
     """Return the attention core of cp coordinate `index` of `group`, for tokens that are sharded as in `sharding`.
 
     The core takes q [B, T, N, D], k and v [B, T, K, D] and a `Context`, and returns [B, T, N, D]. It reads
-    `ctx.scores`, whose first head is the first of the N heads.
+    `ctx.scores`, whose first head is the first of the N heads. It raises `largest_N`, as `local_core` does, by the
+    queries and heads that it computes here.
 
     With `saved_ops`, the recompute of the core runs no ring. With Ulysses it sends only the inputs again, not the
     outputs.
@@ -77,25 +78,26 @@ def cp_core(
     links, saved_ops = links or Links(sharding, group, index), saved_ops or SavedOps()
     ring = Ring(sharding, ring_index, links, saved_ops)
 
-    def whole_heads(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    def whole_heads(q: Tensor, k: Tensor, v: Tensor, scores: Scores, largest_N: Tensor | None) -> Tensor:
         if sharding.ring == 1:
-            return attend(q, k, v, scores, saved_ops.of(CORE))
-        return _Ring.apply(q, k, v, scores, ring, partial(saved_ops, CORE))
+            return attend(q, k, v, scores, saved_ops.of(CORE), largest_N)
+        return _Ring.apply(q, k, v, scores, ring, partial(saved_ops, CORE), largest_N)
 
     @torch.compiler.disable  # the exchanges of heads for tokens are a break in a compiled graph
-    def head_shares(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    def head_shares(q: Tensor, k: Tensor, v: Tensor, scores: Scores, largest_N: Tensor | None) -> Tensor:
         shares = _head_shares(q.shape[2], k.shape[2], sharding.ulysses)
-        first_head = scores.first_head + shares[slice_index][0].start
+        own, _ = shares[slice_index]
         heads = _ToHeads.apply(q, k, v, shares, links)
-        out = whole_heads(*heads, replace(scores, first_head=first_head))
+        scores = replace(scores, first_head=scores.first_head + own.start)
+        out = whole_heads(*heads, scores, None if largest_N is None else largest_N[own])
         return _ToTokens.apply(out, sharding.ulysses, links, partial(saved_ops, CORE))
 
-    def core(q: Tensor, k: Tensor, v: Tensor, ctx) -> Tensor:
+    def core(q: Tensor, k: Tensor, v: Tensor, ctx, largest_N: Tensor | None = None) -> Tensor:
         if sharding.ulysses > 1:
-            return head_shares(q, k, v, ctx.scores)
+            return head_shares(q, k, v, ctx.scores, largest_N)
         if torch.compiler.is_compiling():
             return as_custom_op(ring, q, k, v, ctx.scores, ctx.handle)
-        return whole_heads(q, k, v, ctx.scores)
+        return whole_heads(q, k, v, ctx.scores, largest_N)
 
     return core
 
@@ -174,9 +176,12 @@ class Ring(AttentionOp):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring, recall: Recall):
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, scores: Scores, ring: Ring, recall: Recall, largest_N: Tensor | None
+    ):
         q, kv = q.transpose(1, 2), torch.stack([k, v])
         out, lse = recall(lambda: ring.send_round(q, kv, scores))
+        raise_to(largest_N, lse)
         ctx.scores, ctx.ring = scores, ring
         ctx.save_for_backward(q, kv, out, lse)
         return out.transpose(1, 2)
@@ -186,7 +191,7 @@ class _Ring(torch.autograd.Function):
         q, *saved = ctx.saved_tensors
         dq, dkv = ctx.ring.send_back(grad.transpose(1, 2), q, *saved, ctx.scores)
         dk, dv = dkv.to(q.dtype)
-        return dq.transpose(1, 2).to(q.dtype), dk, dv, *(None,) * 3
+        return dq.transpose(1, 2).to(q.dtype), dk, dv, *(None,) * 4
 
 
 def _around(kv: Tensor, steps: int, links: Links) -> Iterator[Tensor]:

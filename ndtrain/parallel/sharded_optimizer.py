@@ -1,6 +1,7 @@
 """The optimizer over this rank's shards, and an average of the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.grad_stats import GradStats, GradStatsReducer
 from ndtrain.parallel.offload import OffloadCopier
 from ndtrain.parallel.param_groups import groups_of_shard
+from ndtrain.parallel.qk_clip import QKClip
 from ndtrain.parallel.unit import Unit
+
+Limit = Callable[[str], None]  # limits the attention logits by scaling the weights of a unit, given its name
 
 
 class ShardedOptimizer:
@@ -35,13 +39,13 @@ class ShardedOptimizer:
             moments counts only the updates made.
     """
 
-    def __init__(self, units: ShardedUnits, cfg: OptimConfig, mesh: Mesh):
+    def __init__(self, units: ShardedUnits, cfg: OptimConfig, mesh: Mesh, qk_clip: QKClip | None = None):
         self.cfg, self.units, self.reduce_stats = cfg, units, GradStatsReducer(units, mesh)
         self.skipped = torch.zeros((), dtype=torch.float32, device=units.state_device)
         kind: type[Optimizer] = get("optimizer", cfg.name)
         self._averaged = [(u.ema, u.master) for u in units.units.values() if u.ema is not None and u.ema.numel()]
         self._update: Update | None = None
-        self.owners = units.owners
+        self.owners, self._qk_clip = units.owners, qk_clip
         self._shards = (_OnHost if units.offload else _OnDevice)(kind, units, cfg)
         self.owner = kind(cfg)
 
@@ -67,9 +71,12 @@ class ShardedOptimizer:
         self.owners.compute(number, lambda whole: optimizer.direction(whole, update))
 
     def finish(self) -> None:
-        """Clip the gradients and update the weights."""
+        """Clip the gradients and update the weights, then limit the attention logits."""
         update, self._update = self._update, None
-        self._shards.step(update)
+        limit = None
+        if self._qk_clip is not None:
+            limit = partial(self._qk_clip.scale, factor_LK=self._qk_clip.factors(update))
+        self._shards.step(update, limit)
         self.skipped += update.found_inf
         if self._averaged:
             part = (1 - self.cfg.ema) * (1 - update.found_inf.to(self._averaged[0][0].dtype))
@@ -81,23 +88,25 @@ class _OnDevice:
     """Updates all shards together."""
 
     def __init__(self, kind: type[Optimizer], units: ShardedUnits, cfg: OptimConfig):
-        self._optimizer = kind(cfg)
+        self._optimizer, self._units = kind(cfg), list(units.units)
         self._tensors = [t for u in units.units.values() for t in _tensors(u, u.grad, cfg)]
         self._whole = [t for t in self._tensors if _is_whole(t, units.plan.whole)]
 
     def prepare(self, update: Update) -> None:
         self._optimizer.prepare(self._whole, update)
 
-    def step(self, update: Update) -> None:
+    def step(self, update: Update, limit: Limit | None) -> None:
         if self._tensors:  # a shard may be padding alone
             self._optimizer.step(self._tensors, update)
+        for unit in self._units if limit else ():
+            limit(unit)
 
 
 class _OnHost:
     """Updates the shards unit by unit in host memory."""
 
     def __init__(self, kind: type[Optimizer], units: ShardedUnits, cfg: OptimConfig):
-        self._copier = OffloadCopier(units)
+        self._copier, self._units = OffloadCopier(units), list(units.units)
         each = list(units.units.values())
         self._tensors = [_tensors(u, grad, cfg) for u, grad in zip(each, self._copier.gradients, strict=True)]
         self._whole = [[t for t in tensors if _is_whole(t, units.plan.whole)] for tensors in self._tensors]
@@ -106,8 +115,14 @@ class _OnHost:
     def prepare(self, update: Update) -> None:
         self._copier.run_on_gradients(lambda i: self._whole[i] and self._optimizers[i].prepare(self._whole[i], update))
 
-    def step(self, update: Update) -> None:
-        self._copier.run(lambda i: self._tensors[i] and self._optimizers[i].step(self._tensors[i], update))
+    def step(self, update: Update, limit: Limit | None) -> None:
+        def of_unit(i: int) -> None:
+            if self._tensors[i]:
+                self._optimizers[i].step(self._tensors[i], update)
+            if limit is not None:
+                limit(self._units[i])
+
+        self._copier.run(of_unit)
 
 
 def _is_whole(t: OptimTensor, whole: Tensors | None) -> bool:

@@ -12,6 +12,7 @@ from ndtrain.parallel.balance import Balance
 from ndtrain.parallel.ep_capacity import Capacity
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.pp import Placement
+from ndtrain.parallel.qk_clip import QKClip
 from ndtrain.parallel.recompute import RecomputePlan, SavedOps
 
 
@@ -27,6 +28,7 @@ class Stages:
         notes: lines for the user about choices made at start, such as the attention kernel.
         recompute: the blocks that are recomputed.
         capacity: the size of the experts' buffers; None: they are as large as the rows need.
+        qk_clip: the limit on attention logits; None: there is none.
     """
 
     models: dict[int, Transformer]
@@ -39,6 +41,7 @@ class Stages:
     notes: list[str] = field(default_factory=list)
     recompute: RecomputePlan = field(default_factory=RecomputePlan)
     capacity: Capacity | None = None
+    qk_clip: QKClip | None = None
 
     @cached_property
     def segments(self) -> dict[int, list[Segment]]:

@@ -313,9 +313,9 @@ class TensorParallel:
         in the model from the rank."""
         place = self.group.rank() if self.shards_heads else 0
 
-        def local(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
+        def local(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx, *largest: Tensor | None) -> Tensor:
             first = place * q_BTND.shape[2]
-            return core(q_BTND, k_BTKD, v_BTKD, ctx._replace(scores=replace(ctx.scores, first_head=first)))
+            return core(q_BTND, k_BTKD, v_BTKD, ctx._replace(scores=replace(ctx.scores, first_head=first)), *largest)
 
         return local
 

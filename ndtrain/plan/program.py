@@ -177,6 +177,7 @@ _PLAIN = {
     ops.AwaitLoads: "wait     for the loads of experts",
     ops.CheckCapacity: "check    that the rows of experts have fitted  (all-reduce over all ranks)",
     ops.GatherStats: "sum      loss and gradient norm  (all-reduce over all ranks)",
+    ops.GatherLogits: "compare  attention logits of heads  (all-reduce over all ranks)",
     ops.Prepare: "prepare  the update: clipping, and the gradients of whole tensors",
     ops.Update: "update   weights and optimizer state",
     ops.UpdateBiases: "update   selection biases of experts",

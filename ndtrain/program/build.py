@@ -127,6 +127,7 @@ class Holdings:
         experts: the ops that experts add to the step.
         offers: True if each unit's gradient is offered to other islands as soon as it is final.
         rounds: the number of rounds in which the owners of whole tensors compute their updates.
+        clips: True if the update reads the attention logits of all ranks (`optim.qk_clip`).
     """
 
     layers: Sequence[Layer]
@@ -136,6 +137,7 @@ class Holdings:
     experts: Experts = NO_EXPERTS
     offers: bool = False
     rounds: int = 0
+    clips: bool = False
 
     @property
     def reshards(self) -> bool:
@@ -219,6 +221,7 @@ class _Builder:
         self.layers, self.units, self.offers = holdings.layers, holdings.units, holdings.offers
         self.in_place = holdings.in_place and not self.offers  # offered gradients are collected one by one
         self.experts, self.rounds, self.counting = holdings.experts, holdings.rounds, False
+        self.clips = holdings.clips
         self.unsharded, self.gathering = unsharded, frozenset[str]()
         self.opened, self.reduced = frozenset[str](), frozenset[str]()
         self.reducing: tuple[tuple[str, bool, bool], ...] = ()
@@ -294,7 +297,10 @@ class _Builder:
             return
         if self.experts.loads:
             yield ops.SumLoads()
-        yield from (ops.GatherStats(), ops.Prepare())
+        yield ops.GatherStats()
+        if self.clips:
+            yield ops.GatherLogits()
+        yield ops.Prepare()
         yield from whole_tensors(self.rounds)
         yield ops.Update()
         if self.experts.loads:

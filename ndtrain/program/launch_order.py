@@ -377,7 +377,7 @@ class _Own:
                 yield self._over_all("loads")
             case ops.AwaitLoads():
                 yield from self._wait("all_reduce", "loads")
-            case ops.CheckCapacity() | ops.GatherStats() | ops.Report():
+            case ops.CheckCapacity() | ops.GatherStats() | ops.GatherLogits() | ops.Report():
                 together = self._over_all(type(op).__name__)
                 yield from (together, Wait(together))
 

@@ -187,6 +187,11 @@ class GatherStats:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherLogits:
+    """Take the maximum over all ranks of the attention logits of each head."""
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """Begin the update: get the factor of clipping, and prepare the gradients of whole tensors for their owners."""
 
@@ -248,8 +253,8 @@ class Report:
 Op = (
     Run | Receive | Accept | Send | Hand | Gather | Await | Free | Open | Close | Reduce | Collect | Sum | AwaitSums
     | SumTPReplicas | SumTied | Offer | FinishSends | CountTokens | AwaitTokens | SumLoads | AwaitLoads
-    | CheckCapacity | GatherStats | Prepare | GatherWhole | AwaitWhole | ComputeWhole | ScatterWhole | AwaitScatter
-    | Update | UpdateBiases | Report
+    | CheckCapacity | GatherStats | GatherLogits | Prepare | GatherWhole | AwaitWhole | ComputeWhole | ScatterWhole
+    | AwaitScatter | Update | UpdateBiases | Report
 )  # fmt: skip
 
 

@@ -197,7 +197,7 @@ class _Ranks(Sequence[RankPlan]):
         units = [(name, u.residency, u.shards > 1, summed(u), u.tp_replicated > 0) for name, u in self.units.items()]
         saved = sorted(RecomputeOps.of(self.cfg.model, self.cfg.mesh).always)
         ahead = self.look_ahead is not None
-        how = self.in_graph, self.in_place, ahead, self.experts, self.offers
+        how = self.in_graph, self.in_place, ahead, self.experts, self.offers, self.cfg.optim.qk_clip is not None
         how += (self.cfg.optim, self.cfg.mesh) if state_plan(self.cfg).whole is not None else ()
         return repr((self.cfg.model, self.cfg.recompute, saved, self.placement.layers, units, how))
 
@@ -257,7 +257,8 @@ def _rank_plan(step: "_Ranks", rank: int) -> RankPlan:
         unsharded = before.unsharded
     flat, sent = {name: step.flat[name] for name in units}, state_plan(step.cfg).sent
     rounds = owner_rounds(step.cfg.optim, MeshSpec.of(step.cfg.mesh), 0, flat, sent)
-    holdings = Holdings(layers, units, groups, step.in_place, step.experts, step.offers, len(rounds))
+    clips = step.cfg.optim.qk_clip is not None
+    holdings = Holdings(layers, units, groups, step.in_place, step.experts, step.offers, len(rounds), clips)
     program = build_program(schedule, rank, holdings, unsharded)
     blocks = [i for i, kind in enumerate(kinds) if kind in BLOCKS]
     return RankPlan(

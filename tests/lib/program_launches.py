@@ -138,6 +138,9 @@ class _Planned:
             case ops.CheckCapacity():
                 event = self._over(AXES, "all_reduce", NUMBER)
                 yield from (event, event._replace(kind="wait"))
+            case ops.GatherLogits():
+                event = self._over(AXES, "all_reduce", self.step.stages.qk_clip.largest_LH.nbytes)
+                yield from (event, event._replace(kind="wait"))
             case ops.GatherStats():
                 event = self._over(AXES, "all_reduce", NUMBER * (1 + self.losses))
                 yield from (event, event._replace(kind="wait"))

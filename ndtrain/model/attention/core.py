@@ -34,21 +34,40 @@ from ndtrain.model.attention.tiles import SequenceSlice
 Recall = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
 
 
-def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx) -> Tensor:
+def local_core(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx, largest_N: Tensor | None = None) -> Tensor:
     """Compute softmax attention over the whole sequence on this device -> [B, T, N, D].
 
     `ctx.scores` specifies windows, biases and documents. Query head n uses the key/value head `n * K // N`
-    (Ainslie et al., 2023, arXiv:2305.13245)."""
+    (Ainslie et al., 2023, arXiv:2305.13245).
+
+    Args:
+        largest_N: raised to the largest log-sum-exp of each head; see `raise_to`. Not in a graph that is compiled.
+    """
     if torch.compiler.is_compiling() and not _by_sdpa(ctx.scores, q_BTND):
         return as_custom_op(TILED, q_BTND, k_BTKD, v_BTKD, ctx.scores, ctx.handle)
-    return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores)
+    return attend(q_BTND, k_BTKD, v_BTKD, ctx.scores, largest_N=largest_N)
 
 
-def attend(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None = None) -> Tensor:
+def attend(
+    q_BTND: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    scores: Scores,
+    recall: Recall | None = None,
+    largest_N: Tensor | None = None,
+) -> Tensor:
     """Compute `local_core` with explicit scores. If `recall` is given, the kernels run through it."""
-    if recall is None and _by_sdpa(scores, q_BTND):
+    if recall is None and largest_N is None and _by_sdpa(scores, q_BTND):
         return _plain(*(x.transpose(1, 2) for x in (q_BTND, k_BTKD, v_BTKD)), scores.kernel).transpose(1, 2)
-    return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall)
+    return _Tiled.apply(q_BTND, k_BTKD, v_BTKD, scores, recall, largest_N)
+
+
+def raise_to(largest_N: Tensor | None, lse_BNT: Tensor) -> None:
+    """Raise each number to the largest log-sum-exp of its head's scores, if this is larger. None: do nothing.
+
+    The log-sum-exp of n scores is at least the largest score, and at most ln(n) larger. Every kernel returns it."""
+    if largest_N is not None:
+        torch.maximum(largest_N, lse_BNT.amax((0, 2)).to(largest_N.dtype), out=largest_N)
 
 
 def _by_sdpa(scores: Scores, q: Tensor) -> bool:
@@ -99,10 +118,19 @@ def _pieces_of(q: Tensor, scores: Scores) -> Pieces:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores, recall: Recall | None):
+    def forward(
+        ctx,
+        q_BTND: Tensor,
+        k_BTKD: Tensor,
+        v_BTKD: Tensor,
+        scores: Scores,
+        recall: Recall | None,
+        largest_N: Tensor | None,
+    ):
         q, k, v = q_BTND.transpose(1, 2), k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         make = partial(TILED.forward, q, k, v, scores)
         out, lse = recall(make) if recall else make()
+        raise_to(largest_N, lse)
         ctx.scores = scores
         ctx.save_for_backward(q, k, v, out, lse)
         return out.transpose(1, 2)
@@ -112,7 +140,7 @@ class _Tiled(torch.autograd.Function):
         q, *saved = ctx.saved_tensors
         dq, dk, dv = TILED.backward(grad_BTND.transpose(1, 2), q, *saved, ctx.scores)
         to_input_layout = lambda x: x.transpose(1, 2).to(q.dtype)
-        return to_input_layout(dq), to_input_layout(dk), to_input_layout(dv), None, None
+        return to_input_layout(dq), to_input_layout(dk), to_input_layout(dv), *(None,) * 3
 
 
 # ------------------------------------------------------------------------------------------------- over several tiles
