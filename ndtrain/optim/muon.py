@@ -5,7 +5,7 @@ orthogonal matrix. The update rule is the one of `torch.optim.Muon`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ from ndtrain.plugins import register_optimizer
 
 NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 SQUARES = "row_squares"  # the state of NorMuon: the average of the mean square of each row of the direction
+_Alike = dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]]  # factors -> weights, directions
 _CHUNK = 1 << 22  # elements whose rounding needs memory at one time
 
 
@@ -45,6 +46,7 @@ class Muon(WholeTensorOptimizer):
     def __init__(self, cfg: OptimConfig):
         super().__init__(cfg)
         self._adamw = AdamW(cfg)
+        self._alike: _Alike | None = None  # made in the first step, since the tensors stay the same
         self._factor = 1.0 if cfg.adamw_lr is None else cfg.adamw_lr / cfg.lr
 
     @classmethod
@@ -122,21 +124,22 @@ class Muon(WholeTensorOptimizer):
         hidden = [t for t in tensors if t.hidden]
         for t in hidden:
             decay_weight(t, update)
-        for rate, weights, directions in self._by_rate(hidden, update.lr):
-            torch._foreach_add_(weights, directions, alpha=-rate)
+        if self._alike is None:
+            self._alike = self._group(hidden)
+        for (lr_mult, adjusted), (weights, directions) in self._alike.items():
+            torch._foreach_add_(weights, directions, alpha=-(update.lr * lr_mult * adjusted))
         if others := [t for t in tensors if not t.hidden]:
             self._adamw.step(others, update._replace(lr=update.lr * self._factor))
 
-    def _by_rate(self, tensors: Sequence[OptimTensor], lr: float) -> Iterator[tuple[float, list[Tensor], list[Tensor]]]:
-        """Yield (learning rate, weights, directions) of the matrices that have the same learning rate."""
-        alike: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    def _group(self, tensors: Sequence[OptimTensor]) -> _Alike:
+        """Return the matrices by the factors of their learning rate."""
+        alike: _Alike = {}
         for t in tensors:
             for piece in t.slices:
-                rate = lr * t.lr_mult * self._adjusted(piece.tensor)
-                weights, directions = alike.setdefault(rate, ([], []))
+                weights, directions = alike.setdefault((t.lr_mult, self._adjusted(piece.tensor)), ([], []))
                 weights.append(t.weight[piece.at])
                 directions.append(t.grad[piece.at])
-        yield from ((rate, *of) for rate, of in alike.items())
+        return alike
 
     def _adjusted(self, tensor: TensorLayout) -> float:
         rows, columns = _block(self.cfg, tensor.shape, tensor.dims[0].width)
