@@ -117,6 +117,8 @@ CASES = {
     "pp2 fsdp2": (4, LLAMA, ["mesh.pp=2", "mesh.fsdp=2", "schedule=zb_h1", "recompute=full"]),
     "dp2 zero1 offload": (2, LLAMA, ["mesh.dp=2", "mesh.zero=1", "optim.offload=true"]),
     "fsdp2 tp2 cp2": (8, LLAMA, ["mesh.fsdp=2", "mesh.tp=2", "mesh.cp=2", "mesh.zero=3"]),
+    "compiled": (1, LLAMA, ["train.compile=true"]),
+    "compiled cp2": (2, LLAMA, ["mesh.cp=2", "train.compile=true"]),
     "latent": (1, LATENT, []),
     "latent keys alone": (2, [*(o for o in LATENT if "q_lora" not in o), "optim.qk_clip=7"], ["mesh.tp=2"]),
     "latent fsdp2 tp2": (4, LATENT, ["mesh.fsdp=2", "mesh.tp=2"]),
@@ -130,7 +132,7 @@ def test_weights_equal_explicit_scores_in_one_process(case):
     ranks, model, overrides = CASES[case]
     want, numbers = reference(tuple(model))
     overrides = [*COMMON, *FP64, *model, "train.micro_batch=1", *overrides]
-    got = assemble(run_ranks(rank_run, ranks, overrides, "uneven", timeout=300))
+    got = assemble(run_ranks(rank_run, ranks, overrides, "uneven", timeout=600))
     heads = 2 * resolve(load_config(model), 1).model.num_attention_heads
     assert all(0 < n["qk_clip/heads"] < heads for n in numbers), numbers
     for step, expected in enumerate(numbers):
