@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs torchrun on one host of a run on several hosts. Started by train.sbatch and multihost.sh, not by hand.
 #
-# Every rank writes its output to <run.dir>/logs/rank-N.out. The console also shows the output of rank 0, and the
-# standard error of the first rank of every host. Environment variables:
+# The ranks of a host write their output to <run.dir>/logs/rank-N.out, where N is the first of them. Each line begins
+# with its rank. The console also shows the output of rank 0, and the standard error of the first rank of every host.
+# Environment variables:
 #   NODE, NODES      index of this host (0 runs the rendezvous); number of hosts, or MIN:MAX
 #   ENDPOINT, RUN_ID HOST:PORT of the rendezvous; its unique name
 #   LOGS, RANKS      the logs' folder; ranks on this host
@@ -39,11 +40,13 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 [ "$NODE" = 0 ] && host=true || host=false # said, not guessed: torchrun compares ENDPOINT with this host's own name
 # shellcheck disable=SC2016 # the rank's own variables
 rank='
-log=$0/rank-$RANK.out
+log=$0/rank-$((RANK - LOCAL_RANK)).out
+ends_with_rank() { trap "" HUP INT TERM && exec "$@"; } # torchrun sends signals to all processes of a rank
+lines() { ends_with_rank sed -u "s/^/$RANK: /" >>"$log"; }
 if [ ! -w "$0" ]; then : # training says so
-elif [ "$RANK" = 0 ]; then exec > >(exec tee -a "$log") 2>&1
-elif [ "$LOCAL_RANK" = 0 ]; then exec >>"$log" 2> >(exec tee -a "$log" >&2)
-else exec >>"$log" 2>&1; fi
+elif [ "$RANK" = 0 ]; then exec > >(ends_with_rank tee >(lines)) 2>&1
+elif [ "$LOCAL_RANK" = 0 ]; then exec > >(lines) 2> >(ends_with_rank tee >(lines) >&2)
+else exec > >(lines) 2>&1; fi
 exec python -u -m ndtrain.train "$@"'
 contained \
     python -m ndtrain.run.torchrun --nnodes="$NODES" --nproc-per-node="${RANKS:-$(ranks_here)}" --max-restarts="${RESTARTS:-0}" \

@@ -341,6 +341,7 @@ def test_two_hosts_train_to_end(tmp_path, corpus, loopback):
     assert code == 0 and "two $hosts: " in out + err and "finished step 10 of 10" in out + err, err
     printed = [(folder / "logs" / f"rank-{n}.out").read_text() for n in (0, 1)]
     assert "finished step 10" in printed[0] and "finished" not in printed[1]
+    assert all(line.startswith(f"{n}: ") for n in (0, 1) for line in printed[n].splitlines())
     assert not processes(tmp_path)
 
 
