@@ -102,8 +102,13 @@ def test_slow_island_stops_its_inner_steps_earlier_after_the_grace_time(mesh, tm
         islands.wait()
     check_same_weights(tmp_path, "ab", steps)
     assert [row["step"] for row in rows(tmp_path / "a")] == list(range(1, steps + 1))
-    missed = set(range(1, steps + 1)) - {row["step"] for row in rows(tmp_path / "b")}
-    assert missed and max(missed) < steps
+    logged = [row["step"] for row in rows(tmp_path / "b")]
+    for exchange in range(20, steps + 1, 20):
+        before = [step for step in logged if exchange - 20 < step <= exchange]
+        assert before == list(range(exchange - 19, exchange - 19 + len(before))), "it stops early"
+    assert len(logged) < steps
+    if mesh == "one":  # on a busy machine tp stays slower than the other island
+        assert logged[-1] == steps
 
 
 @pytest.mark.full
