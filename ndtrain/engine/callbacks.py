@@ -299,7 +299,7 @@ class CheckpointCallback(Callback):
 
     def needs_report(self) -> bool:
         step, c = self.trainer.state.step, self.trainer.cfg.checkpoint
-        return step == self.trainer.last_step or due(c.every, step) or due(c.keep_every, step)
+        return step >= self.trainer.last_step or due(c.every, step) or due(c.keep_every, step)
 
     def on_step_end(self) -> None:
         self._note(self._saver.poll())
@@ -320,7 +320,7 @@ class CheckpointCallback(Callback):
             self.saved = save.path
             text = f"saved {save.path} in {save.seconds:.1f} s, of which training waited {save.seconds_blocked:.2f} s"
             trainer = self.trainer
-            ended = trainer.stopping or trainer.state.step == trainer.last_step
+            ended = trainer.stopping or trainer.state.step >= trainer.last_step
             if ended and save.step == trainer.state.step:
                 log.info(text)  # the run's last line names it
             else:

@@ -48,13 +48,13 @@ class StepSum(NamedTuple):
     Attributes:
         done: the number of steps that were finished before it. It jumps if the island has read a newer state.
         losses: this rank's share of the loss and of the objective's other sums, over all islands.
-            None: there is no further step.
-        stopped: why there is no further step. Empty at the planned end.
+            None: this island has no gradient for a step.
+        stopped: why there is no further step. Empty at the planned end. None: there are further steps.
     """
 
     done: int
     losses: Tensor | None
-    stopped: str = ""
+    stopped: str | None = None
 
 
 class IslandStep:

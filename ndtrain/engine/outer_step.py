@@ -146,7 +146,7 @@ class OuterStep:
             if self._work and self._rows and done < self._exchanges.last:
                 break
             if self._work:  # it has no rows, or has resumed after the last step: it takes part in the exchange alone
-                done = self.after_update(max(done, self._exchanges.ends(self._work.step)), False)
+                return StepSum(self.after_update(max(done, self._exchanges.ends(self._work.step)), False), None)
         self._train_step.rows, self._began = len(self._rows), time.perf_counter()
         losses = self._train_step.forward_backward(done + 1, self._run.batches(done, self._rows))
         self._since.losses = len(self._rows) * losses.detach().double() + self._since.losses

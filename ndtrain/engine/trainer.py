@@ -35,7 +35,7 @@ from ndtrain.engine.callbacks import (
     device_peak,
     make_metrics,
 )
-from ndtrain.engine.island_step import IslandStep
+from ndtrain.engine.island_step import IslandStep, StepSum
 from ndtrain.engine.islands import join_islands
 from ndtrain.engine.outer_step import OuterStep
 from ndtrain.engine.samples import SampleCallback
@@ -235,7 +235,7 @@ class Trainer:
         if self.islands:
             of_all = self.islands.run(self.state.step)
             if of_all.losses is None:
-                self._stop_without_step(of_all.stopped)
+                self._go_on_without_step(of_all)
                 return
             self.state.step, loss = of_all.done, of_all.losses
         else:
@@ -251,11 +251,18 @@ class Trainer:
         """Return True if the leader of the island has news for all ranks, in the last step that was read."""
         return self.report is not None and bool(self.report.signals[ISLANDS])
 
-    def _stop_without_step(self, reason: str) -> None:
-        """End the run, because the islands do no further step."""
-        self.stopping, self.failure = True, reason
-        if asked := self.stop.asked():
-            self.stopped_by = stop_signals.name(asked)
+    def _go_on_without_step(self, of_all: StepSum) -> None:
+        """Go on after steps in which this island had no rows, or end the run if the islands do no further step."""
+        if of_all.stopped is not None:
+            self.stopping, self.failure = True, of_all.stopped
+            if asked := self.stop.asked():
+                self.stopped_by = stop_signals.name(asked)
+        elif of_all.done > self.state.step:
+            t = self.cfg.train
+            self.stopping = self._read()
+            self.state.tokens += (of_all.done - self.state.step) * t.global_batch * t.seq_len
+            self.state.step = of_all.done
+            self.checkpoints.on_step_end()
 
     def get_batch(self) -> tuple[list[Batch], float]:
         """Return this rank's microbatches of the next step, and the seconds spent waiting for them."""

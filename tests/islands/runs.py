@@ -5,7 +5,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,12 +49,14 @@ class Islands:
         folder: holds a run folder for each.
         args: the overrides that all of them have.
         meshes: name -> the key of its mesh in `MESHES`.
+        mains: name -> what its ranks run instead of `rank_main`.
     """
 
     folder: Path
     args: list[str]
     meshes: dict[str, str]
     door: int = field(default_factory=free_port)
+    mains: dict[str, Callable[[list[str]], int]] = field(default_factory=dict)
     _running: dict = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -73,7 +75,7 @@ class Islands:
             "islands.timeout_s=60",
         ]
         args = [*self.args, *mesh, *islands, f"run.dir={self.folder / name}", "islands.wait_s=120", *more]
-        self._running[name] = self._stack.enter_context(started_ranks(rank_main, ranks, args))
+        self._running[name] = self._stack.enter_context(started_ranks(self.mains.get(name, rank_main), ranks, args))
 
     def wait_for_door(self) -> None:
         """Wait until an island listens at the known address."""

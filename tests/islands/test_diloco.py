@@ -1,5 +1,6 @@
 """DiLoCo between islands of different meshes equals the same algorithm in one process."""
 
+import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -9,9 +10,11 @@ import torch
 from safetensors import safe_open
 
 from lab.islands import in_one_process
+from ndtrain.engine.island_tasks import Tasks
 from ndtrain.engine.outer_step import Exchanges
+from ndtrain.run import exit_status
 from tests.islands.runs import Islands, island_arguments, kill_and_revive, run_one
-from tests.lib.helpers import checkpoint_of, rows, write_corpus
+from tests.lib.helpers import checkpoint_of, rank_main, rows, write_corpus
 
 STEPS, OUTER_LR, OUTER_MOMENTUM = 14, 0.7, 0.8
 CASES = {  # the meshes of the islands, and further overrides
@@ -109,6 +112,30 @@ def test_slow_island_stops_its_inner_steps_earlier_after_the_grace_time(mesh, tm
     assert len(logged) < steps
     if mesh == "one":  # on a busy machine tp stays slower than the other island
         assert logged[-1] == steps
+
+
+def slow_main(args: list[str]) -> int:
+    """For `Islands`: an island that says that it is slow, so that it gets no rows."""
+    Tasks.measured = lambda self, rows_per_s: self.leader and self.leader.set_speed(1e-3 * rows_per_s)
+    return rank_main(args)
+
+
+@pytest.mark.full
+def test_island_without_rows_takes_part_in_exchanges_and_saves_what_the_others_have_computed(tmp_path):
+    """After some exchanges the fast island gets all rows."""
+    steps, more = 140, ["islands.inner_steps=2", "checkpoint.every=20", "checkpoint.keep=9"]
+    with Islands(
+        tmp_path, arguments_of(tmp_path, steps, *more), {"a": "one", "b": "one"}, mains={"b": slow_main}
+    ) as islands:
+        islands.start("a")
+        islands.start("b")
+        islands.wait()
+    assert rows(tmp_path / "b")[-1]["step"] < 120, "it has no rows any more"
+    for step in (120, 140):
+        check_same_weights(tmp_path, "ab", step)
+    states = [json.loads((checkpoint_of(tmp_path / name, steps) / "state.json").read_text()) for name in "ab"]
+    assert states[0]["tokens"] == states[1]["tokens"] > 0
+    assert exit_status.read(tmp_path / "b").why == "finished"
 
 
 @pytest.mark.full
