@@ -34,7 +34,9 @@ class KeyValueCache:
         """End a forward over `tokens` new tokens."""
         self._tokens, self._layer = self._tokens + tokens, 0
 
-    def core(self, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx: Context) -> Tensor:
+    def core(
+        self, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, ctx: Context, largest_N: Tensor | None = None
+    ) -> Tensor:
         """Compute the attention of the new tokens over all tokens so far.
 
         The first forward has the whole prompt, each later one a single token.
@@ -47,7 +49,7 @@ class KeyValueCache:
         keys, values = self._layers[layer]
         keys[:, self._tokens : end], values[:, self._tokens : end] = k_BTKD, v_BTKD
         if self._tokens == 0:
-            return local_core(q_BTND, k_BTKD, v_BTKD, ctx)
+            return local_core(q_BTND, k_BTKD, v_BTKD, ctx, largest_N)
         return last_token_attention(q_BTND, keys[:, :end], values[:, :end], ctx.scores)
 
 
