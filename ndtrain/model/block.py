@@ -240,7 +240,7 @@ class Block(nn.Module):
 
     @classmethod
     def head_rows(cls, m: ModelConfig) -> tuple[HeadRows, HeadRows]:
-        """Return the rows of the projections of queries and of keys."""
+        """Return how logits depend on the rows of the query projection, and of the key projection."""
         half = ((resolved(m.head_dim), 0.5),)
         return HeadRows("self_attn.q_proj", half), HeadRows("self_attn.k_proj", half)
 

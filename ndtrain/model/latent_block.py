@@ -44,8 +44,8 @@ class LatentBlock(Block):
 
     @classmethod
     def head_rows(cls, m: ModelConfig) -> tuple[HeadRows, HeadRows]:
-        """Return the rows of the projections of queries and of keys. All heads share the rotated part of the key, so
-        the rotated rows of a query get the whole factor."""
+        """Return how logits depend on the rows of the query projection, and of the key projection. All heads share the
+        rotated part of the key, so the rotated rows of a query get the whole factor."""
         plain, rotated, of_value = (resolved(n) for n in (m.qk_nope_head_dim, m.qk_rope_head_dim, m.v_head_dim))
         queries = "self_attn.q_proj" if m.q_lora_rank is None else "self_attn.q_b_proj"
         return (

@@ -25,7 +25,7 @@ from ndtrain.model.block import HeadRows
 from ndtrain.model.transformer import head_rows, layer
 from ndtrain.optim import TensorSlice, Update
 from ndtrain.parallel.fsdp import ShardedUnits
-from ndtrain.parallel.unit import Unit
+from ndtrain.parallel.unit import Unit, tensor_slices
 
 _CHUNK = 1 << 22  # elements that are scaled at a time
 
@@ -100,11 +100,9 @@ class QKClip:
 
 
 def _parts(unit: Unit, table: dict[str, tuple[int, HeadRows]]) -> Iterator[_Part]:
-    start, stop = unit.layout.own
-    for tensor, a, b in unit.layout.tensors_in(start, stop):
-        if tensor.name in table:
-            elements = TensorSlice(slice(a - start, b - start), tensor, a - unit.layout.offsets[tensor.name])
-            yield _Part(unit.master, elements, *table[tensor.name])
+    for elements in tensor_slices(unit, *unit.layout.own):
+        if elements.tensor.name in table:
+            yield _Part(unit.master, elements, *table[elements.tensor.name])
 
 
 def _scale(part: _Part, factor_K: Tensor) -> None:

@@ -10,13 +10,13 @@ from ndtrain.config import OptimConfig
 from ndtrain.config.registry import get
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.sharding import Tensors
-from ndtrain.optim import Optimizer, OptimTensor, TensorSlice, Update, WholeTensorOptimizer
+from ndtrain.optim import Optimizer, OptimTensor, Update, WholeTensorOptimizer
 from ndtrain.parallel.fsdp import ShardedUnits
 from ndtrain.parallel.grad_stats import GradStats, GradStatsReducer
 from ndtrain.parallel.offload import OffloadCopier
 from ndtrain.parallel.param_groups import groups_of_shard
 from ndtrain.parallel.qk_clip import QKClip
-from ndtrain.parallel.unit import Unit
+from ndtrain.parallel.unit import Unit, tensor_slices
 
 Limit = Callable[[str], None]  # limits the attention logits by scaling the weights of a unit, given its name
 
@@ -136,12 +136,6 @@ def _tensors(unit: Unit, grad: Tensor, cfg: OptimConfig) -> Sequence[OptimTensor
     for group, span in groups_of_shard(cfg, unit.layout):
         kinds = [name for name, at in unit.held.items() if at.start <= span.start and span.stop <= at.stop]
         state = {name: unit.part(name, span.start, span.stop - span.start) for name in kinds}
-        slices = _slices(unit, start + span.start, start + span.stop)
+        slices = tensor_slices(unit, start + span.start, start + span.stop)
         made.append(OptimTensor(unit.master[span], grad[span], state, group.weight_decay, slices, group.lr_mult))
     return made
-
-
-def _slices(unit: Unit, start: int, stop: int) -> tuple[TensorSlice, ...]:
-    """Return the tensors of the flat buffer's elements [start, stop)."""
-    spans = unit.layout.tensors_in(start, stop)
-    return tuple(TensorSlice(slice(a - start, b - start), t, a - unit.layout.offsets[t.name]) for t, a, b in spans)

@@ -13,7 +13,7 @@ from ndtrain.device.kind import host_of
 from ndtrain.mesh.collectives import Group, Pending
 from ndtrain.mesh.mesh import Mesh
 from ndtrain.mesh.sharding import FlatLayout, Tensors, UnitGroups
-from ndtrain.optim import StateSpec
+from ndtrain.optim import StateSpec, TensorSlice
 from ndtrain.parallel.linear.accumulator import FusedWeights
 
 REDUCTIONS = "reductions"  # the lane of zero 3's reduce-scatters, apart from its gathers
@@ -335,3 +335,9 @@ def _parameter(full: Tensor, at: int, shape: tuple[int, ...], grad_dtype: torch.
 def resize(x: Tensor, numel: int) -> None:
     """Allocate the storage of `numel` elements, or free it (0)."""
     x.untyped_storage().resize_(numel * x.element_size())
+
+
+def tensor_slices(unit: Unit, start: int, stop: int) -> tuple[TensorSlice, ...]:
+    """Return the tensors of the flat buffer's elements [start, stop)."""
+    spans = unit.layout.tensors_in(start, stop)
+    return tuple(TensorSlice(slice(a - start, b - start), t, a - unit.layout.offsets[t.name]) for t, a, b in spans)
