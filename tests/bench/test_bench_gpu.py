@@ -304,6 +304,7 @@ def test_case_beyond_time_limit_is_not_started(tmp_path, capsys):
     assert "not started or not finished because of minutes=1: tiny losses bf16; resume=" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_list_prints_every_case_and_measures_none(tmp_path, capsys):
     with mock.patch.object(gpu_run, "run_case", side_effect=AssertionError("measured")):
         assert main(["gpu", "suite=smoke", "list=true", f"folder={tmp_path}"]) == 0

@@ -42,7 +42,7 @@ def test_every_case_of_axis_resolves(axis):
 @pytest.mark.parametrize(
     ("args", "peers"),
     [
-        (["axis=one", "profile=true"], {"bare", "transformers"}),
+        pytest.param(["axis=one", "profile=true"], {"bare", "transformers"}, marks=pytest.mark.full),
         pytest.param(["axis=one", "precision=bf16", "accumulate=2"], {"bare", "transformers"}, marks=pytest.mark.full),
         pytest.param(["axis=dp", "accumulate=2"], {"ddp"}, marks=pytest.mark.full),
         pytest.param(["axis=fsdp", "profile=true"], {"fsdp2"}, marks=pytest.mark.full),

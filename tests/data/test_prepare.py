@@ -511,6 +511,7 @@ def test_hosts_killed_at_random_make_bytes_of_one_host(workers, slow, tmp_path, 
     assert content(out) == content(undisturbed)
 
 
+@FULL
 def test_hosts_share_shards_and_both_return(slow, tmp_path, monkeypatch):
     args, out = slow
     (tmp_path / "corpus" / "c" / "last.txt").write_text("the quick brown fox\n" * 500_000)  # seconds

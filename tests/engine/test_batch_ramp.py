@@ -34,7 +34,6 @@ MESHES = {
     "interleaved": ["mesh.pp=2", "schedule=interleaved", "schedule.chunks=2", "model.num_hidden_layers=4"],
     "fsdp4-bias": ["mesh.fsdp=4", "model=moe_debug", "moe.balance=bias"], "ep2": ["mesh.fsdp=2", "mesh.ep=2", *MOE],
 }  # fmt: skip
-SAMPLE = ("pp2-experts",)  # the rest takes --full
 RANKS = {"dp2-cp2": 4, "fsdp2-tp2": 4, "fsdp4-bias": 4}
 
 
@@ -72,11 +71,8 @@ def assert_same(folder: Path, other: Path, step: int) -> None:
         assert all(distance(ours[name], theirs[name]) < 1e-10 for name in theirs)
 
 
-def cases():
-    return [pytest.param(name, marks=[] if name in SAMPLE else [FULL], id=name) for name in MESHES]
-
-
-@pytest.mark.parametrize("name", cases())
+@FULL
+@pytest.mark.parametrize("name", MESHES)
 def test_every_mesh_equals_one_process(tmp_path, corpus, name):
     mesh, ranks = MESHES[name], RANKS.get(name, 2)
     model = [word for word in mesh if word.startswith(("model", "moe."))]

@@ -56,7 +56,7 @@ def slow_run(every: int, args: list[str]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_slow_rank_is_named_by_its_median(every, tmp_path):
     args = arguments(tmp_path / "run", write_corpus(tmp_path / "corpus.txt"), "mesh.dp=2", "train.steps=41")
     of_rank_0, of_rank_1 = run_ranks(slow_run, 2, every, args)

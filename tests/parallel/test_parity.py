@@ -32,8 +32,8 @@ def sweep():
         for zero in (1, 2, 3):
             for accumulation in (1, 4):
                 for tied in (False, True):
-                    # the default run has both axes with every zero stage, of which one without accumulation
-                    sampled = (dp, fsdp) == (2, 2) and (accumulation, tied) == ((1, False) if zero == 1 else (4, True))
+                    # by default both axes with zero 2 and 3; the sample of test_parity_tp_cp.py has zero 1
+                    sampled = (dp, fsdp, accumulation, tied) == (2, 2, 4, True) and zero > 1
                     marks = [] if sampled else [pytest.mark.full]
                     name = f"dp{dp}-fsdp{fsdp}-zero{zero}-accumulate{accumulation}{'-tied' * tied}"
                     yield pytest.param(dp, fsdp, zero, accumulation, tied, marks=marks, id=name)

@@ -26,7 +26,7 @@ MESHES = {
     "pp2_fsdp2": ["mesh.pp=2", "mesh.fsdp=2", "train.micro_batch=1"],
     "fsdp2_tp2, packed": ["mesh.fsdp=2", "mesh.tp=2", "data.pack=true"],
 }
-DEFAULT = {("weighted, z_loss", "dp2_tp2"), ("distillation", "cp2_tp2"), ("weighted", "pp2_fsdp2")}
+DEFAULT = {("distillation", "cp2_tp2"), ("weighted", "pp2_fsdp2")}
 
 
 def overrides(objective: str, *more: str) -> list[str]:

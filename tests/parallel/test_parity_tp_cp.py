@@ -23,7 +23,6 @@ TP = ([], ["tp.overlap=true"], ["tp.sequence_parallel=false"], ["tp.sequence_par
 SAMPLE = (
     "tp4-sequence_parallel=false-tie_word_embeddings=true-zero=3-accumulate=1",
     "cp2-tp2-overlap=true-balance=striped-pack=true-zero=1-accumulate=2",
-    "fsdp2-tp2-sequence_parallel=false-overlap=true-zero=3-accumulate=2",
 )
 
 

@@ -45,8 +45,9 @@ LATENT = (
     "model.num_experts=8 model.num_experts_per_tok=2 model.moe_intermediate_size=48 model.n_shared_experts=1 "
     "model.n_group=1 model.topk_group=1"
 )
-DEFAULT = ["mesh.tp=2 recompute=selective", "mesh.cp=2 mesh.fsdp=2", f"{EXPERTS} mesh.fsdp=4 mesh.ep=2"]
+DEFAULT = ["mesh.tp=2 recompute=selective", f"{EXPERTS} mesh.fsdp=4 mesh.ep=2"]
 FULL = [
+    "mesh.cp=2 mesh.fsdp=2",
     "mesh.pp=2 schedule=zb_v precision.compute=bf16", "mesh.fsdp=2 train.compile=true precision.compute=bf16",
     "mesh.tp=2 mesh.fsdp=2 train.compile=true recompute=full",
     "", "recompute=full", "recompute=selective", "recompute=every recompute.every=2",

@@ -102,6 +102,7 @@ def test_a_pickle_in_the_store_is_not_executed(run):
     assert not mark.exists()
 
 
+@FULL
 def test_forged_hang_alert_is_ignored_and_logged(run):
     assert run.attack("1", ("configuration$", "hang/called"))
     run.goes_on()

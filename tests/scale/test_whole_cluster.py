@@ -134,7 +134,7 @@ def read(ranks: int, path: Path) -> Cluster:
 @pytest.mark.parametrize(
     ("ranks", "others"), [(64, 48), *(pytest.param(*c, marks=pytest.mark.full) for c in ((48, 64), (2048, 1536)))]
 )
-@pytest.mark.parametrize("layout", ["shared", "host"])
+@pytest.mark.parametrize("layout", [pytest.param("shared", marks=pytest.mark.full), "host"])
 def test_checkpoint_of_many_ranks_is_read_by_others(layout, ranks, others, tmp_path):
     saved, path = save(ranks, layout, tmp_path)
     assert not any(verify(path).values())
