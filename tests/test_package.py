@@ -96,6 +96,16 @@ def test_modules_have_no_import_cycles():
     assert not imports, f"these files import each other in a circle: {sorted(imports)}"
 
 
+def test_training_without_islands_imports_none_of_their_modules():
+    known, found, left = modules(), set(), {"ndtrain.train"}
+    while left:
+        found |= left
+        left = set().union(*(imported_modules(known[name], set(known)) for name in left)) - found
+    assert "ndtrain.engine.trainer" in found
+    of_islands = {name for name in found if name.startswith("ndtrain.islands") or "island" in name.split(".")[-1]}
+    assert of_islands == {"ndtrain.config.island_checks"}
+
+
 def test_package_does_not_import_lab():
     for path in ROOT.rglob("*.py"):
         assert not re.search(r"^\s*(import|from) lab", path.read_text(), re.MULTILINE), f"{path} imports lab"

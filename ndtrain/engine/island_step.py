@@ -7,14 +7,14 @@ theirs meanwhile, from the last unit of the model to the first.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ndtrain.config import Config
 from ndtrain.data import Batch
-from ndtrain.engine.island_tasks import Task, Tasks
+from ndtrain.engine.island_tasks import Task, Tasks, no_further_step
+from ndtrain.engine.shared_step import SharedStep, StepSum
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.validation import rows_here
 from ndtrain.mesh.collectives import all_reduce
@@ -42,28 +42,8 @@ class LocalRun:
     restore: Callable[[Tensor], None]
 
 
-class StepSum(NamedTuple):
-    """The result of the islands' step.
-
-    Attributes:
-        done: the number of steps that were finished before it. It jumps if the island has read a newer state.
-        losses: this rank's share of the loss and of the objective's other sums, over all islands.
-            None: this island has no gradient for a step.
-        stopped: why there is no further step. Empty at the planned end. None: there are further steps.
-    """
-
-    done: int
-    losses: Tensor | None
-    stopped: str | None = None
-
-
-class IslandStep:
-    """Computes steps together with other islands.
-
-    Create one on every rank, and call the same methods in the same order.
-
-    Attributes:
-        numbers: numbers of the last step that are logged.
+class IslandStep(SharedStep):
+    """Computes steps whose gradient is the sum over all islands.
 
     Args:
         tasks: of this rank.
@@ -80,15 +60,11 @@ class IslandStep:
         self.numbers: dict[str, float] = {}
 
     def run(self, done: int) -> StepSum:
-        """Compute gradients until the sum over all islands is known on all ranks.
-
-        Args:
-            done: the number of finished steps.
-        """
+        """Compute gradients until the sum over all islands is known on all ranks."""
         while True:
             task = self._tasks.next()
             if task.kind == "stop":
-                return StepSum(done, None, task.reason)
+                return no_further_step(done, task.reason)
             if task.kind == "heal":
                 numbers = self._tasks.heal(task)
                 if numbers is not None:
@@ -99,11 +75,11 @@ class IslandStep:
                 return StepSum(task.step - 1, self._take_sum(task))
 
     def after_update(self, done: int, signalled: bool) -> int:
-        """Return the number of finished steps after an update."""
+        """Return the number of finished steps, which an update does not change."""
         return done
 
     def signal(self) -> float:
-        """Return this rank's number among the signals of a step."""
+        """Return 0: news wait for the next step."""
         return 0.0
 
     def _count(self, task: Task) -> None:

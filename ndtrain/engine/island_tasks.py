@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ndtrain.engine.island_wait import IslandWait, agree_s
+from ndtrain.engine.shared_step import StepSum
 from ndtrain.islands.exchange import Exchange
+from ndtrain.islands.island import LOST_WEIGHTS
 from ndtrain.islands.leader import Leader
 from ndtrain.islands.orders import CatchUp, Heal, Order, Stop, Work
 from ndtrain.islands.reading import Gone
@@ -45,6 +47,11 @@ class Task:
     teaches: bool = False
     reason: str = ""
     late: bool = False
+
+
+def no_further_step(done: int, reason: str) -> StepSum:
+    """Return the result for a run that does no further step, for the reason in its last task."""
+    return StepSum(done, None, reason, restart=reason == LOST_WEIGHTS)
 
 
 class Tasks:

@@ -21,6 +21,7 @@ from ndtrain.data import Data, Source
 from ndtrain.engine.island_step import IslandStep, LocalRun
 from ndtrain.engine.island_tasks import Tasks
 from ndtrain.engine.outer_step import OUTER_NUMBERS, Exchanges, OuterStep
+from ndtrain.engine.shared_step import SharedStep
 from ndtrain.engine.start import order_of
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.engine.validation import rank_batches, weight_here
@@ -51,7 +52,7 @@ def join_islands(
     resumed: Path | None,
     asked: Callable[[], float],
     tell: Callable[[str], None],
-) -> IslandStep | OuterStep:
+) -> SharedStep:
     """Make this run an island, on every rank.
 
     Args:

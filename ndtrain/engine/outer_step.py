@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ndtrain.config import Config
-from ndtrain.engine.island_step import LocalRun, StepSum
-from ndtrain.engine.island_tasks import Task, Tasks
+from ndtrain.engine.island_step import LocalRun
+from ndtrain.engine.island_tasks import Task, Tasks, no_further_step
+from ndtrain.engine.shared_step import SharedStep, StepSum
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.islands.encoding import Outer
 from ndtrain.islands.reading import Gone
@@ -104,13 +105,8 @@ class _Exchange:
     ok: bool = False
 
 
-class OuterStep:
+class OuterStep(SharedStep):
     """Computes inner steps alone, and outer steps together with other islands.
-
-    Create one on every rank, and call the same methods in the same order.
-
-    Attributes:
-        numbers: numbers of the last step that are logged.
 
     Args:
         tasks: of this rank.
@@ -142,7 +138,7 @@ class OuterStep:
             if self._stopped is None and self._work is None:
                 done = self._begin(done)
             if self._stopped is not None:
-                return StepSum(done, None, self._stopped)
+                return no_further_step(done, self._stopped)
             if self._work and self._rows and done < self._exchanges.last:
                 break
             if self._work:  # it has no rows, or has resumed after the last step: it takes part in the exchange alone

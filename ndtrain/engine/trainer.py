@@ -35,15 +35,12 @@ from ndtrain.engine.callbacks import (
     device_peak,
     make_metrics,
 )
-from ndtrain.engine.island_step import IslandStep, StepSum
-from ndtrain.engine.islands import join_islands
-from ndtrain.engine.outer_step import OuterStep
 from ndtrain.engine.samples import SampleCallback
 from ndtrain.engine.setup import RunSetup, prepare, save_config
+from ndtrain.engine.shared_step import SharedStep, StepSum
 from ndtrain.engine.start import fill_weights, order_of
 from ndtrain.engine.train_step import PendingReport, StepReport, TrainingStep
 from ndtrain.engine.validation import rank_batches
-from ndtrain.islands.island import LOST_WEIGHTS
 from ndtrain.mesh.flight_recorder import RECORDER
 from ndtrain.mesh.mesh import EP, Mesh, MeshSpec
 from ndtrain.model import flops
@@ -124,7 +121,7 @@ class Trainer:
                 save_config(setup)
             self.train_step.optimizer.skipped.fill_(self.state.skipped + self.state.reset_at)
             self.last_step = self.cfg.train.stop_at or self.cfg.train.steps
-            self.stopping, self.failure = False, ""
+            self.stopping, self.failure, self._restart_helps = False, "", False
             self.stopped_by: str | None = None
             self.report: StepReport | None = None
             self._unread: Unread | None = None
@@ -151,8 +148,10 @@ class Trainer:
         place = self.mesh.spec, setup.rank, setup.run_dir
         return HangWatchdog(meeting, *place, deadline_s, on_device=on_device, island=island)
 
-    def _join_islands(self) -> IslandStep | OuterStep:
+    def _join_islands(self) -> SharedStep:
         """Make this run an island. The others may wait for it, and for each other, until the first step."""
+        from ndtrain.engine.islands import join_islands  # a run without islands does not load them
+
         parts = self.cfg, self.mesh, self.train_step, self.data, self.source, self.state, self.resumed
         islands = join_islands(*parts, self.stop.asked, self.note)
         self._closing.callback(islands.close)
@@ -254,7 +253,7 @@ class Trainer:
     def _go_on_without_step(self, of_all: StepSum) -> None:
         """Go on after steps in which this island had no rows, or end the run if the islands do no further step."""
         if of_all.stopped is not None:
-            self.stopping, self.failure = True, of_all.stopped
+            self.stopping, self.failure, self._restart_helps = True, of_all.stopped, of_all.restart
             if asked := self.stop.asked():
                 self.stopped_by = stop_signals.name(asked)
         elif of_all.done > self.state.step:
@@ -392,8 +391,8 @@ class Trainer:
         unsaved = "" if at_end or idle else f"the last state was not saved: {self.checkpoints.failures[-1]}"
         error = self.failure or unsaved
         why = "failed" if error else "died" if orphaned else "stopped" if stopped else "finished"
-        if self.failure == LOST_WEIGHTS:
-            why = "died"  # a restart helps: it reads the weights from a checkpoint
+        if self._restart_helps:
+            why = "died"
         if orphaned and not error:
             error = f"torchrun was killed, so the run stopped after step {step}, which is saved"
         if self.mesh.rank == 0:

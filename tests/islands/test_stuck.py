@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from ndtrain.engine.island_step import IslandStep, StepSum
+from ndtrain.engine.island_tasks import Task, Tasks
 from ndtrain.engine.train_step import TrainingStep
 from ndtrain.islands.island import LOST_WEIGHTS
 from ndtrain.run import exit_status
@@ -77,7 +77,7 @@ def test_training_thread_that_loops_ends_its_island_and_the_other_takes_over(tmp
 
 def lose_weights(args: list[str]) -> int:
     """For `started_ranks`: an island that is told that its source of weights is lost."""
-    IslandStep.run = lambda self, done: StepSum(done, None, LOST_WEIGHTS)
+    Tasks.next = lambda self: Task("stop", reason=LOST_WEIGHTS)
     return rank_main(args)
 
 
