@@ -79,7 +79,7 @@ class IslandStep(SharedStep):
         return done
 
     def signal(self) -> float:
-        """Return 0: news wait for the next step."""
+        """Return 0, because the ranks hear of news at the start of the next step."""
         return 0.0
 
     def _count(self, task: Task) -> None:

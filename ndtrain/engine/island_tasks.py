@@ -50,7 +50,7 @@ class Task:
 
 
 def no_further_step(done: int, reason: str) -> StepSum:
-    """Return the result for a run that does no further step, for the reason in its last task."""
+    """Return the result that ends the run, with the reason that its last task gives."""
     return StepSum(done, None, reason, restart=reason == LOST_WEIGHTS)
 
 

@@ -1,6 +1,6 @@
-"""The step of a run that trains together with others, as the Trainer sees it.
+"""Interface between the Trainer and the steps that islands compute together.
 
-The Trainer imports nothing of islands, so a run without islands does not load them.
+The Trainer imports only this file, so a run without islands does not load their modules.
 """
 
 from abc import ABC, abstractmethod
