@@ -67,8 +67,8 @@ def _run(cfg: Config) -> int:
         except BaseException as error:
             stop.restore()
             if setup.world > 1 and not isinstance(error, ConfigError):
-                report_failure(error, stop, setup.run_dir)
-                raise SystemExit(1) from error
+                why = report_failure(error, stop, setup.run_dir)
+                raise SystemExit(exit_status.of_failed_rank(why)) from error
             with record_failure(setup.run_dir):
                 raise
 

@@ -201,6 +201,11 @@ def of_process(why: str) -> int:
     return 0 if why == "stopped" and JOB in os.environ else CODES[why]
 
 
+def of_failed_rank(why: str) -> int:
+    """Return the exit status of a rank that ends by an error: 1 under torchrun, for which exit.json has the reason."""
+    return 1 if JOB in os.environ else CODES[why]
+
+
 def is_restart(run_dir: Path) -> bool:
     """Return True if torchrun restarts a run that an earlier attempt of the same job left unfinished.
 

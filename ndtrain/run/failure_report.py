@@ -22,28 +22,33 @@ REFUSAL_S = 1.0  # delay of a rank above 0 that refuses a run, because rank 0 us
 PATIENCE_S = 5.0  # delay of a rank that lost a peer: the peer reports first, and the launcher may end all ranks
 
 
-def report_failure(error: BaseException, stop: StopRequest, run_dir: Path) -> None:
-    """Log and print the traceback (one line for a plugin's error), and write exit.json.
+def report_failure(error: BaseException, stop: StopRequest, run_dir: Path) -> str:
+    """Log and print the traceback (one line for a plugin's error), write exit.json and return why the run ended.
 
     A rank that only lost a peer first waits `PATIENCE_S`, so that the failed rank reports first. Usually the launcher
     ends the waiting rank in this time. If the launcher has already signalled the rank, print one line and return. Call
     this function in the handler of `error`.
+
+    Returns:
+        A key of `exit_status.CODES`: for a rank that only lost a peer, the reason that another rank wrote first.
     """
     rank = world_from_env()[0]
     log.error("rank %d failed", rank, exc_info=error)
     lost = _lost_a_peer(error)
     if lost and stop.signal:
         print(f"rank {rank}: stopped by {stop.signal}, and lost a peer", file=sys.stderr)
-        return
+        return "died"
     if lost:
         time.sleep(PATIENCE_S)
     if line := _plugin_line(error):
         _write_exit_status(error, run_dir)
         print_error(line)
-        return
+        return "failed"
     record_error(error)
     _write_exit_status(error, run_dir)
     sys.excepthook(type(error), error, error.__traceback__)
+    cause = exit_status.read(run_dir) if lost else None
+    return cause.why if cause and cause.why != "running" else "died" if lost else "failed"
 
 
 def exit_with_plugin_error(error: Exception) -> None:

@@ -132,7 +132,7 @@ class HangWatchdog:
             report, {self.rank: report}, " (the run's store does not answer: this host may be the one that is cut off)"
         )
         _end_stuck_launcher()
-        os._exit(self._exit_code)
+        os._exit(exit_status.of_failed_rank("hang"))
 
     def _publish(self, report: Report) -> None:
         """Put the report into the store, alert the other ranks, and end this rank.
@@ -153,7 +153,7 @@ class HangWatchdog:
             else:
                 messages.put(_records_of(self.rank), report.near(_places(messages.wait(_ASKED, LAST_S))))
             messages.wait("hang/diagnosed", LAST_S)
-            os._exit(self._exit_code)
+            os._exit(exit_status.of_failed_rank("hang"))
 
     def _answering(self) -> Meeting:
         """Return a connection to the store that answers: the shared one, unless another thread waits in it."""
@@ -198,11 +198,6 @@ class HangWatchdog:
         """Return the reason why the run ends: the deadline of this rank, or of the rank that sent the alert."""
         moved = f"nothing has moved for {self.deadline_s:g} s (hardware.timeout_s)"
         return moved if self._caller is None else f"alert from rank {self._caller}: {moved}"
-
-    @property
-    def _exit_code(self) -> int:
-        """1 for a launcher, which reads exit.json. Without a launcher, the code itself."""
-        return 1 if exit_status.JOB in os.environ else exit_status.CODES["hang"]
 
     @property
     def _folder(self) -> Path:

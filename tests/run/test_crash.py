@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -24,6 +25,7 @@ from ndtrain.observe.jsonl import read_rows
 from ndtrain.run import exit_status
 from ndtrain.run.failure_report import report_failure
 from ndtrain.train import main, train
+from tests.islands.runs import free_port
 from tests.lib import helpers
 from tests.lib.disks import tmpfs
 from tests.lib.helpers import (
@@ -294,6 +296,22 @@ def test_failing_stage_ends_job_and_shows_cause(fault, schedule, ranks, victim, 
     assert re.search(rf"rank +: {victim} .*\n +exitcode +: {-9 if fault == 'kill' else 1} ", cause), done.stderr
 
 
+@pytest.mark.parametrize(("fault", "victims", "others"), [("raise", 1, 1), ("kill", -signal.SIGKILL, 75)])
+def test_rank_without_launcher_exits_with_reason_of_failed_peer(fault, victims, others, tmp_path, corpus):
+    """Slurm and Kubernetes start ranks without torchrun too, and see only their exit statuses."""
+    (tmp_path / "driver.py").write_text(DRIVER)
+    args = arguments(tmp_path / "run", corpus, "mesh.pp=2", "schedule=1f1b", "model.num_hidden_layers=4")
+    alone = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with mock.patch.object(helpers, "MODULE", [str(tmp_path / "driver.py"), fault, "1"]), ExitStack() as closing:
+        ranks = []
+        for rank in ("0", "1"):
+            with mock.patch.dict(os.environ, alone | {"RANK": rank, "LOCAL_RANK": rank}):
+                ranks.append(closing.enter_context(started(args, tmp_path)))
+        codes = [process.wait(timeout=120) for process in ranks]
+    assert codes == [others, victims]
+    assert exit_status.read(tmp_path / "run").why == ("failed" if fault == "raise" else "died")
+
+
 LOST = [
     RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:3491"),
     RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9ms for recv"),
@@ -308,13 +326,14 @@ def test_a_rank_that_lost_a_peer_reports_last(error, stopped, tmp_path, capsys):
     """It waits, but reports in the end: otherwise a run that loses its network would end without a message."""
     stop = mock.Mock(signal="SIGTERM" if stopped else None)
     with mock.patch("time.sleep") as sleep:
-        report_failure(error, stop, tmp_path)
+        why = report_failure(error, stop, tmp_path)
     stderr, lost = capsys.readouterr().err, error in LOST
     assert sleep.called == (lost and not stopped)
     assert (str(error) in stderr) == (not (lost and stopped))
     assert stderr.count("\n") == 1 or not (lost and stopped)
     assert (exit_status.read(tmp_path) is None) == (lost and stopped)
-    assert lost or exit_status.read(tmp_path).why == "failed"
+    assert why == ("died" if lost else "failed")
+    assert (lost and stopped) or exit_status.read(tmp_path).why == why
 
 
 # ---------------------------------------------------------------------------------------------------------- full disk
