@@ -467,6 +467,40 @@ def islands_churn() -> str:
     return with_origin(f"{text}\n\n{table(head, rows)}", "islands-churn")
 
 
+UPDATES = ("fsdp-2", "dp-2", "tp-2", "fsdp-4", "dp-4")  # meshes of `bench optim`
+RIVALS = {"duplicated": "every rank updates all", "gathered": "whole matrices gathered"}
+
+
+def optim_updates() -> str:
+    """Return the time of Muon's update with owners on each mesh, and what other ways take in multiples of it."""
+    names, rows = [f"optim-cpu-{mesh}" for mesh in UPDATES], []
+    for mesh, result in zip(UPDATES, map(load, names), strict=True):
+        ms, ratios = result["ms"], result["ratios"]
+        exposed = ms["owners"]["median"] - ms["alone"]["median"]
+        rows.append(
+            [
+                f"`{mesh.replace('-', '=')}`",
+                f"{ms['owners']['median']:.0f} ({ms['owners']['q1']:.0f} to {ms['owners']['q3']:.0f})",
+                *(spread(ratios[way]) if way in ratios else "-" for way in RIVALS),
+                f"{result['exchanges']}, {result['bytes'] / 1e6:.1f} MB",
+                f"{exposed:.0f} ms, {percent(exposed / ms['owners']['median'], 0)}",
+                f"{result['busiest']:.3f}",
+                f"{ms['adamw']['median']:.1f}",
+            ]
+        )
+    head = ["mesh", "owners, ms", *RIVALS.values(), "exchanges", "exposed", "busiest owner / mean", "AdamW, ms"]
+    return with_origin(table(head, rows), *names)
+
+
+def optim_torch() -> str:
+    """Return the time of one process's update, and of PyTorch's own Muon in multiples of it."""
+    name = "optim-cpu-torch-1"
+    result = load(name)
+    ours, size = result["ms"]["owners"]["median"], f"{result['parameters'] / 1e6:.1f} M parameters"
+    theirs = f"`torch.optim.Muon` with fused AdamW takes {spread(result['ratios']['torch'])} times as long"
+    return with_origin(f"One process, {size}, Newton-Schulz in bf16: {ours:.1f} ms. {theirs}.", name)
+
+
 def mup() -> str:
     """Return the losses at each width by learning rate, with and without muP. The best of a row is bold."""
     of: dict[tuple[int, bool], dict[float, float]] = {}
@@ -569,8 +603,8 @@ TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         gpu_steps, gpu_peers, gpu_aims, gpu_profile, peers_data, peers_tp, peers_cp, peers_cp_link, peers_pp, step,
-        step_profile, checkpoint, collectives, matmul, first_run, experts_runs, mup, timeline,
-        islands_link, islands_partition, islands_churn, islands_recovery, islands_diloco,
+        step_profile, checkpoint, collectives, matmul, optim_updates, optim_torch, first_run, experts_runs, mup,
+        timeline, islands_link, islands_partition, islands_churn, islands_recovery, islands_diloco,
         scale_ranks, scale_table,
     )
 }  # fmt: skip
